@@ -1,0 +1,180 @@
+"""Every configuration key, defined once. Recipes and command-line overrides are checked against these dataclasses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+
+@dataclass
+class TargetConfig:
+    """The frozen target LLM."""
+
+    path: str = MISSING  # HF directory (or hub id where a hub is reachable)
+    dtype: str = "bfloat16"  # bfloat16 | float32 | float16, for the trainer's copy and the engine's
+    trust_remote_code: bool = False
+
+
+@dataclass
+class DraftConfig:
+    """The trainable draft. With `path` its config comes from there; otherwise it is derived from the target and the keys below."""
+
+    family: str = "dflash"
+    path: str | None = None  # HF-format draft directory to start from; null = random initialisation
+    num_hidden_layers: int = 2
+    block_size: int | None = None  # B: 1 anchor + B-1 proposals; null = rollout.num_speculative_tokens + 1
+    mask_token_id: int | None = None  # a real, unused embedding row; required with random initialisation
+    target_layer_ids: list[int] | None = None  # 0-based target decoder layers whose output feeds the draft; null = evenly spread
+    num_target_features: int = 5  # how many layers to spread when target_layer_ids is null
+    intermediate_size: int | None = None  # null = the target's
+    init_std: float = 0.02
+    allow_block_size_mismatch: bool = False  # opt in to B != K+1
+
+
+@dataclass
+class DataConfig:
+    """Prompts. JSONL rows hold `prompt` (chat messages) and optionally `data_source`."""
+
+    train_files: list[str] = MISSING
+    val_files: dict[str, str] = field(default_factory=dict)  # benchmark name -> file
+    prompt_key: str = "prompt"
+    train_batch_size: int = 16  # prompts per rollout step, over all student workers
+    max_prompt_length: int = 512  # tokens after the chat template; longer prompts are dropped and counted
+    max_response_length: int = 512
+    max_samples: int | None = None  # first N training rows over all files, before filters
+    val_max_samples: int | None = None  # first N rows of each benchmark
+    shuffle: bool = True
+    seed: int = 42
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class AgentConfig:
+    """Agent loop actors that turn prompts into samples."""
+
+    num_workers: int | None = None  # null = one per student worker; must divide data.train_batch_size
+    loop: str = "single_turn"
+    max_concurrency: int = 256  # samples in flight per worker
+
+
+@dataclass
+class RolloutConfig:
+    """The engine that rolls target and draft out together."""
+
+    num_speculative_tokens: int = 7  # K
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_num_seqs: int = 32  # per replica
+    max_model_len: int | None = None  # null = max_prompt_length + max_response_length + K + 1
+    gpu_memory_utilization: float = 0.4
+    enforce_eager: bool = True
+    kv_cache_gb: float | None = None  # CPU only: KV cache size per replica
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)  # any vLLM engine argument
+    start_timeout: float = 600.0  # seconds for an engine to come up
+    request_timeout: float = 1800.0  # seconds for one response
+    agent: AgentConfig = field(default_factory=AgentConfig)
+
+
+@dataclass
+class OpdConfig:
+    """What is supervised, and how the two loss streams are weighed."""
+
+    convention: str = "exact"  # exact | draft_opd
+    response_span: str = "segment"  # segment | block: how far after an anchor labels reach
+    response_loss: str = "forward_kl"  # forward_kl (single token) | full_forward_kl (full vocabulary) | cross_entropy
+    rejected_loss: str = "k3"
+    response_stream_weight: float = 1.0
+    rejected_stream_weight: float = 1.0
+    rejected_position_decay: float = 0.8  # gamma, weight gamma^(offset-1); 1 = off
+    response_position_decay: float = 1.0
+    loss_max_clamp: float | None = 10.0
+    log_prob_min_clamp: float | None = -10.0
+    max_response_anchors: int = 0  # per sample; 0 = unlimited
+
+
+@dataclass
+class WarmupConfig:
+    """How warm-up steps (trainer.warmup_steps) supervise whole blocks at sampled anchors on fresh target text."""
+
+    updates_per_step: int = 1  # optimiser steps after each warm-up rollout, drawn from all text rolled out so far
+    samples_per_update: int = 8
+    anchors_per_sample: int = 16
+    position_decay: float = 0.8  # weight decay^(offset-1)
+    lr: float | None = None  # null = optim.lr
+
+
+@dataclass
+class OptimConfig:
+    """AdamW with a cosine schedule and linear warm-up; one schedule per phase (warm-up, OPD)."""
+
+    lr: float = 3e-4
+    min_lr_ratio: float = 0.0
+    lr_warmup_ratio: float = 0.05
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    grad_clip: float = 1.0
+
+
+@dataclass
+class TrainingConfig:
+    """How a step is executed. None of these keys changes its result beyond rounding."""
+
+    param_dtype: str = "bfloat16"  # forward/backward dtype of the draft; master weights and optimiser are float32
+    max_tokens_per_micro_batch: int = 4096  # padded context tokens + draft slots
+    lm_head_chunk_size: int = 512  # rows
+    gradient_checkpointing: bool = False
+    attention: str = "sdpa"
+    num_threads: int | None = None  # CPU threads per rank; null = cores / student workers
+
+
+@dataclass
+class TrainerConfig:
+    """The loop: how long, how often, where to."""
+
+    run_dir: str = "runs/${trainer.project_name}/${trainer.experiment_name}"
+    project_name: str = "verl-opd"
+    experiment_name: str = "default"
+    device: str = "auto"  # auto | cpu | cuda | npu
+    n_student_workers: int = 1  # FSDP ranks = engine replicas
+    nnodes: int = 1
+    total_training_steps: int | None = None  # OPD rollout steps; null = total_epochs over the data
+    total_epochs: int = 1
+    update_accumulation_steps: int = 1  # rollout steps per optimiser step
+    updates_per_step: int = 1  # optimiser steps a rollout batch is split into (mini-batches)
+    warmup_steps: int = 0  # rollout steps of whole-block warm-up before OPD starts
+    test_freq: int = -1  # validate every N OPD steps; -1 = only before / after warm-up / after OPD
+    val_before_train: bool = True
+    save_freq: int = -1  # checkpoint every N steps; -1 = only at the end
+    keep_last: int = 2
+    resume_mode: str = "auto"  # auto | disable | path
+    resume_from_path: str | None = None
+    logger: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
+    seed: int = 42
+
+
+@dataclass
+class RayConfig:
+    """How the driver reaches Ray. RAY_ADDRESS in the environment joins that cluster; otherwise a local one is started."""
+
+    address: str | None = None
+    num_cpus: int | None = None
+    runtime_env: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Config:
+    """Root of the configuration tree."""
+
+    target: TargetConfig = field(default_factory=TargetConfig)
+    draft: DraftConfig = field(default_factory=DraftConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    opd: OpdConfig = field(default_factory=OpdConfig)
+    warmup: WarmupConfig = field(default_factory=WarmupConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    ray: RayConfig = field(default_factory=RayConfig)

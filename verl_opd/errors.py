@@ -1,0 +1,13 @@
+"""Errors a user can act on."""
+
+
+class ConfigError(ValueError):
+    """A configuration, data or model problem found before anything expensive starts; the CLI prints it on one line and exits 2."""
+
+
+class WeightSyncError(RuntimeError):
+    """The engine does not hold the draft that was pushed to it."""
+
+
+class RolloutError(RuntimeError):
+    """The engine could not start, or failed while generating."""
