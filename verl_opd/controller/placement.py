@@ -1,0 +1,123 @@
+"""Ray: start or join it, reserve one bundle a student worker, and say what each actor of a worker gets."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from verl_opd.config.schema import Config
+from verl_opd.devices import Device, available_cores, split_cores
+from verl_opd.errors import ConfigError
+
+_BUNDLE_CPUS = 1.0
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one student worker lives: its bundle, its node's address, and its share of that node's cores (CPU device only)."""
+
+    index: int
+    node_ip: str
+    cores: tuple[int, ...]
+
+
+@dataclass
+class Placement:
+    """Reserved resources of a run. `close` gives back what this process took and touches nothing else."""
+
+    group: PlacementGroup
+    device: Device
+    slots: list[Slot]
+    started_ray: bool
+    actors: list[Any] = field(default_factory=list)
+
+    def actor_options(self, index: int) -> dict[str, Any]:
+        """Options for one of the two actors (trainer rank, rollout server) that share bundle `index`."""
+        options: dict[str, Any] = {
+            "num_cpus": _BUNDLE_CPUS / 2,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=index),
+        }
+        if self.device.ray_resource == "GPU":
+            options["num_gpus"] = 0.5
+        elif self.device.ray_resource is not None:
+            options["resources"] = {self.device.ray_resource: 0.5}
+        return options
+
+    def close(self) -> None:
+        for actor in self.actors:
+            ray.kill(actor, no_restart=True)
+        remove_placement_group(self.group)
+        ray.shutdown()
+
+
+def driver_options() -> dict[str, Any]:
+    """Options for light actors (router, agent loops): on the driver's node, no reserved core."""
+    node = ray.get_runtime_context().get_node_id()
+    return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=True)}
+
+
+def start_ray(cfg: Config) -> bool:
+    """Join the cluster named by ray.address or RAY_ADDRESS, else start a local one. True when this process started it."""
+    address = cfg.ray.address or os.environ.get("RAY_ADDRESS")
+    runtime_env = dict(cfg.ray.runtime_env)
+    runtime_env.setdefault("env_vars", {})
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error", "runtime_env": runtime_env}
+    if address:
+        ray.init(address=address, **quiet)
+        return False
+    cpus = cfg.ray.num_cpus or max(len(available_cores()), cfg.trainer.n_student_workers)
+    ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
+    return True
+
+
+def place(cfg: Config, device: Device, timeout: float = 60.0) -> Placement:
+    """Start or join Ray and reserve one bundle for each of trainer.n_student_workers; ConfigError when the cluster is too small."""
+    started = start_ray(cfg)
+    workers = cfg.trainer.n_student_workers
+    bundle = {"CPU": _BUNDLE_CPUS}
+    if device.ray_resource is not None:
+        bundle[device.ray_resource] = 1.0
+    have = ray.cluster_resources()
+    short = {name: (amount * workers, have.get(name, 0.0)) for name, amount in bundle.items() if have.get(name, 0.0) < amount * workers}
+    if short:
+        ray.shutdown()
+        wanted = ", ".join(f"{need:g} {name} (Ray has {got:g})" for name, (need, got) in short.items())
+        raise ConfigError(f"trainer.n_student_workers={workers} needs {wanted}: lower it, or join a larger cluster through RAY_ADDRESS")
+    group = placement_group([bundle] * workers, strategy="PACK")
+    if not group.wait(timeout):
+        remove_placement_group(group)
+        ray.shutdown()
+        raise ConfigError(f"Ray could not reserve {workers} bundles of {bundle} in {timeout:.0f} s: other jobs hold the cluster's resources")
+    return Placement(group, device, _slots(group, workers), started)
+
+
+def _slots(group: PlacementGroup, workers: int) -> list[Slot]:
+    probes = [
+        _probe_node.options(num_cpus=_BUNDLE_CPUS / 2, scheduling_strategy=PlacementGroupSchedulingStrategy(group, index)).remote()
+        for index in range(workers)
+    ]
+    nodes: list[tuple[str, list[int]]] = ray.get(probes)
+    slots = []
+    for index, (node_ip, cores) in enumerate(nodes):
+        mates = [i for i, (other, _) in enumerate(nodes) if other == node_ip]
+        share = split_cores(cores, len(mates))[mates.index(index)]
+        slots.append(Slot(index, node_ip, tuple(share)))
+    return slots
+
+
+@ray.remote
+def _probe_node() -> tuple[str, list[int]]:
+    return ray.util.get_node_ip_address(), available_cores()
+
+
+def free_port() -> int:
+    """A port the kernel considers free right now, on this node."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,25 @@
+"""Small facts about the current process that every actor needs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+
+def redirect_output(log_path: str) -> None:
+    """Send stdout and stderr of this process, and of children it starts later, to `log_path` (appended)."""
+    Path(log_path).parent.mkdir(parents=True, exist_ok=True)
+    target = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    os.close(target)
+
+
+def log_tail(log_path: Path, lines: int = 15) -> str:
+    """The last lines of a log file, for an error message; a hint when there is none."""
+    if not log_path.exists():
+        return f"(no log at {log_path})"
+    return "\n".join(log_path.read_text(errors="replace").splitlines()[-lines:])
