@@ -102,6 +102,7 @@ class WarmupConfig:
     updates_per_step: int = 1  # optimiser steps after each warm-up rollout, drawn from all text rolled out so far
     samples_per_update: int = 8
     anchors_per_sample: int = 16
+    loss: str = "cross_entropy"  # as opd.response_loss
     position_decay: float = 0.8  # weight decay^(offset-1)
     lr: float | None = None  # null = optim.lr
 

@@ -1,0 +1,274 @@
+"""The one training loop: rollout -> plan -> update -> sync, for warm-up and for on-policy steps, with validation and checkpoints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl_opd.config.schema import Config
+from verl_opd.controller.console import Console, Phase
+from verl_opd.controller.fleet import Fleet
+from verl_opd.controller.metrics import BenchmarkResult, rollout_metrics
+from verl_opd.controller.progress import Progress, SnapshotWriter
+from verl_opd.controller.timing import Stopwatch
+from verl_opd.controller.trackers import Trackers
+from verl_opd.controller.trainers import Trainers
+from verl_opd.controller.validate import Benchmarks
+from verl_opd.data.loader import PromptLoader
+from verl_opd.opd.losses import LossSpec, stream_totals
+from verl_opd.opd.metrics import StepMetrics, reduce_metrics
+from verl_opd.opd.plan import BlockPlan, TrainItem, item_rng, plan_counts, plan_opd, plan_warmup
+from verl_opd.opd.trace import RolloutSample
+from verl_opd.training.checkpoint import CheckpointStore
+from verl_opd.training.optim import lr_at
+
+
+def opd_loss_spec(cfg: Config) -> LossSpec:
+    """The two loss streams of on-policy steps."""
+    opd = cfg.opd
+    return LossSpec(
+        response_loss=opd.response_loss,
+        rejected_loss=opd.rejected_loss,
+        response_stream_weight=opd.response_stream_weight,
+        rejected_stream_weight=opd.rejected_stream_weight,
+        response_position_decay=opd.response_position_decay,
+        rejected_position_decay=opd.rejected_position_decay,
+        loss_max_clamp=opd.loss_max_clamp,
+        log_prob_min_clamp=opd.log_prob_min_clamp,
+        convention=opd.convention,
+    )
+
+
+def warmup_loss_spec(cfg: Config) -> LossSpec:
+    """Whole-block supervision: only the response stream, unclamped, earlier slots weighing more."""
+    return LossSpec(
+        response_loss=cfg.warmup.loss,
+        rejected_loss=cfg.opd.rejected_loss,
+        response_stream_weight=1.0,
+        rejected_stream_weight=0.0,
+        response_position_decay=cfg.warmup.position_decay,
+        rejected_position_decay=1.0,
+        loss_max_clamp=None,
+        log_prob_min_clamp=None,
+        convention="exact",
+    )
+
+
+@dataclass
+class Loop:
+    """Everything a run holds while it trains. `run` returns when all steps are done; it can be resumed from any checkpoint it wrote."""
+
+    cfg: Config
+    block_size: int
+    total_steps: int
+    fleet: Fleet
+    trainers: Trainers
+    loader: PromptLoader
+    benchmarks: Benchmarks
+    store: CheckpointStore
+    trackers: Trackers
+    console: Console
+    snapshots: SnapshotWriter
+    progress: Progress
+    identity: dict[str, Any]
+    clock: Stopwatch = field(default_factory=Stopwatch)
+    queue: list[RolloutSample] = field(default_factory=list)
+
+    def run(self) -> None:
+        with self.clock.part("update_weights"):
+            self.fleet.sleep()
+            self._sync()
+        if self.cfg.trainer.val_before_train:
+            self._validate_stage("before")
+        warmup_steps = self.cfg.trainer.warmup_steps
+        if self.progress.warmup_step < warmup_steps:
+            with self.console.phase("warm-up", warmup_steps, self.progress.warmup_step) as bar:
+                self._warmup(bar)
+        if warmup_steps:
+            self._validate_stage("after_warmup")
+        if self.progress.opd_step < self.total_steps:
+            with self.console.phase("OPD", self.total_steps, self.progress.opd_step) as bar:
+                self._opd(bar)
+        self._validate_stage("after_opd")
+        self._save()
+
+    # -- warm-up ---------------------------------------------------------------------------------------------------------------------
+
+    def _warmup(self, bar: Phase) -> None:
+        """Roll target text out without drafting where the engine can, and train whole blocks on all text so far."""
+        plain = self.fleet.set_drafting(False)
+        try:
+            while self.progress.warmup_step < self.cfg.trainer.warmup_steps:
+                samples = self._rollout()
+                self.progress.pool.extend(samples)
+                metrics = [rollout_metrics(samples, self.cfg.data.max_response_length)]
+                last = self.progress.warmup_step + 1 == self.cfg.trainer.warmup_steps
+                self.fleet.sleep()
+                with self.clock.part("update_actor"):
+                    for index in range(self.cfg.warmup.updates_per_step):
+                        metrics.extend(self._warmup_update(index))
+                self.progress.warmup_step += 1
+                if last and plain:
+                    self.progress.pool.clear()
+                with self.clock.part("update_weights"):
+                    self._sync()
+                self._finish_step(bar, metrics)
+        finally:
+            self.fleet.set_drafting(True)
+        self.progress.pool.clear()
+
+    def _warmup_update(self, index: int) -> list[StepMetrics]:
+        warmup, seed = self.cfg.warmup, self.cfg.trainer.seed
+        update = self.progress.warmup_step * warmup.updates_per_step + index
+        pool = self.progress.pool
+        count = min(warmup.samples_per_update, len(pool))
+        chosen = item_rng(seed, update, "pool").choice(len(pool), size=count, replace=False)
+        samples = [pool[i] for i in sorted(chosen)]
+        plans = [
+            plan_warmup(
+                sample,
+                block_size=self.block_size,
+                anchors_per_sample=warmup.anchors_per_sample,
+                rng=item_rng(seed, update, sample.sample_id),
+            )
+            for sample in samples
+        ]
+        total = self.cfg.trainer.warmup_steps * warmup.updates_per_step
+        lr = lr_at(update, total, self.cfg.optim, warmup.lr)
+        return self._update(samples, plans, warmup_loss_spec(self.cfg), lr)
+
+    # -- on-policy steps -------------------------------------------------------------------------------------------------------------
+
+    def _opd(self, bar: Phase) -> None:
+        accumulate = self.cfg.trainer.update_accumulation_steps
+        collected: list[StepMetrics] = []
+        while self.progress.opd_step < self.total_steps:
+            samples = self._rollout()
+            self.queue.extend(samples)
+            collected.append(rollout_metrics(samples, self.cfg.data.max_response_length))
+            self.progress.opd_step += 1
+            if self.progress.opd_step % accumulate and self.progress.opd_step < self.total_steps:
+                bar.advance({})
+                continue
+            self.fleet.sleep()
+            with self.clock.part("update_actor"):
+                collected.extend(self._opd_updates())
+            self.queue = []
+            with self.clock.part("update_weights"):
+                self._sync()
+            self._finish_step(bar, collected)
+            collected = []
+
+    def _opd_updates(self) -> list[StepMetrics]:
+        """The queued samples, in `updates_per_step` mini-batches of one optimiser step each."""
+        trainer, opd = self.cfg.trainer, self.cfg.opd
+        plans = [
+            plan_opd(
+                sample,
+                block_size=self.block_size,
+                convention=opd.convention,
+                response_span=opd.response_span,
+                max_response_anchors=opd.max_response_anchors,
+            )
+            for sample in self.queue
+        ]
+        parts = min(trainer.updates_per_step, len(self.queue))
+        per_step = trainer.updates_per_step
+        total = math.ceil(self.total_steps / trainer.update_accumulation_steps) * per_step
+        first = (math.ceil(self.progress.opd_step / trainer.update_accumulation_steps) - 1) * per_step
+        metrics = []
+        for index in range(parts):
+            lr = lr_at(first + index, total, self.cfg.optim)
+            metrics.extend(self._update(self.queue[index::parts], plans[index::parts], opd_loss_spec(self.cfg), lr))
+        return metrics
+
+    # -- shared ----------------------------------------------------------------------------------------------------------------------
+
+    def _rollout(self) -> list[RolloutSample]:
+        rollout, data = self.cfg.rollout, self.cfg.data
+        prompts = self.loader.next_batch()
+        sampling = {
+            "temperature": rollout.temperature,
+            "top_p": rollout.top_p,
+            "top_k": rollout.top_k,
+            "max_tokens": data.max_response_length,
+        }
+        with self.clock.part("gen"):
+            return self.fleet.generate(prompts, sampling, self.progress.version)
+
+    def _update(self, samples: Sequence[RolloutSample], plans: Sequence[BlockPlan], spec: LossSpec, lr: float) -> list[StepMetrics]:
+        """One optimiser step. The normalisers are counted here, over the whole mini-batch, so no split can change the result."""
+        lengths = [len(sample.response_ids) for sample in samples]
+        totals = stream_totals(plans, lengths, spec)
+        items = [
+            TrainItem(sample.sample_id, sample.prompt_ids, sample.response_ids, plan)
+            for sample, plan in zip(samples, plans, strict=True)
+            if plan.response_block or plan.refused_block
+        ]
+        parts = self.trainers.update(items, totals, spec, lr)
+        self.progress.version += 1
+        counts = [plan_counts(plan, sample) for plan, sample in zip(plans, samples, strict=True)]
+        return [*parts, *counts]
+
+    def _sync(self) -> None:
+        snapshot = self.trainers.snapshot(self.snapshots.path, self.progress.version)
+        self.progress.sync = self.fleet.sync(snapshot)
+
+    def _finish_step(self, bar: Phase, parts: list[StepMetrics]) -> None:
+        """Validate and save when due, then log the step once under the raw step number."""
+        step, trainer = self.progress.global_step, self.cfg.trainer
+        extra: dict[str, float] = {}
+        if trainer.test_freq > 0 and self.progress.opd_step and self.progress.opd_step % trainer.test_freq == 0:
+            for result in self._validate():
+                extra.update(result.metrics())
+        due = trainer.save_freq > 0 and step % trainer.save_freq == 0
+        if due:
+            self._save()
+        report = self.progress.sync
+        extra.update(
+            {
+                "opd/weight_sync/version": report.version,
+                "opd/weight_sync/seconds": report.seconds,
+                "opd/weight_sync/bytes": report.bytes,
+                "opd/weight_sync/draft_tensor_count": report.tensor_count,
+                "training/global_step": step,
+                "training/update_step": self.progress.version,
+                "training/epoch": self.loader.epoch,
+                **self.clock.lap(),
+            }
+        )
+        metrics = reduce_metrics(parts, extra)
+        if "perf/total_num_tokens" in metrics:
+            metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / metrics["timing_s/step"]
+        self.trackers.log(step, metrics)
+        bar.advance(metrics)
+
+    def _validate(self) -> list[BenchmarkResult]:
+        with self.clock.part("testing"):
+            return self.benchmarks.run(self.fleet, self.progress.version)
+
+    def _validate_stage(self, stage: str) -> None:
+        """Validate at a named point of the run, once: a resumed run keeps the result it already has."""
+        if stage in self.progress.results or not self.benchmarks.names:
+            return
+        results = self._validate()
+        self.progress.results[stage] = results
+        self.trackers.log(self.progress.global_step, {name: value for result in results for name, value in result.metrics().items()})
+        self.console.acceptance(f"held-out accept length, {stage.replace('_', ' ')}", {stage: results})
+        taus = [result.tau for result in results if result.tau is not None]
+        if stage != "before" and taus:
+            self._save(tau=sum(taus) / len(taus))
+
+    def _save(self, tau: float | None = None) -> None:
+        """Write a checkpoint of this point unless there is one; with a held-out tau, make it `best` when it is."""
+        step = self.progress.global_step
+        with self.clock.part("save_checkpoint"):
+            directory = self.store.begin(step)
+            self.trainers.save(directory / "dcp")
+            self.trainers.export(directory / "draft")
+            state = {"progress": self.progress.state(), "data": self.loader.state(), "identity": self.identity}
+            self.store.commit(step, state)
+            if tau is not None:
+                self.store.mark_best(step, tau)

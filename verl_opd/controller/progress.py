@@ -1,0 +1,65 @@
+"""Where a run stands: the counters and results that a checkpoint carries, and where snapshots are handed over."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from verl_opd.controller.metrics import BenchmarkResult
+from verl_opd.opd.trace import RolloutSample, VerifyTrace
+from verl_opd.rollout.sync import SyncReport
+
+
+@dataclass
+class Progress:
+    """warmup_step, opd_step: rollout steps done. version: optimiser steps done = version of the draft. results: stage -> benchmarks.
+    pool: target text that warm-up steps draw from (token ids; traces are not needed there). sync: report of the last push."""
+
+    warmup_step: int = 0
+    opd_step: int = 0
+    version: int = 0
+    results: dict[str, list[BenchmarkResult]] = field(default_factory=dict)
+    pool: list[RolloutSample] = field(default_factory=list)
+    sync: SyncReport = field(default_factory=lambda: SyncReport(0, 0.0, 0, 0))
+
+    @property
+    def global_step(self) -> int:
+        return self.warmup_step + self.opd_step
+
+    def state(self) -> dict[str, Any]:
+        """JSON form; `from_state` inverts it except for `sync` and the pool's traces."""
+        return {
+            "warmup_step": self.warmup_step,
+            "opd_step": self.opd_step,
+            "version": self.version,
+            "results": {stage: [asdict(result) for result in results] for stage, results in self.results.items()},
+            "pool": [[sample.sample_id, sample.data_source, sample.prompt_ids, sample.response_ids] for sample in self.pool],
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Progress:
+        results = {
+            stage: [BenchmarkResult(**{**row, "by_position": tuple(row["by_position"])}) for row in rows]
+            for stage, rows in state["results"].items()
+        }
+        pool = [
+            RolloutSample(sample_id, source, tuple(prompt), tuple(response), VerifyTrace(len(response), ()), 0, "stop")
+            for sample_id, source, prompt, response in state["pool"]
+        ]
+        return cls(state["warmup_step"], state["opd_step"], state["version"], results, pool)
+
+
+class SnapshotWriter:
+    """The file through which trainer and engines exchange the draft: shared memory on one node, the run directory across nodes."""
+
+    def __init__(self, run_dir: Path, nodes: int) -> None:
+        shared = Path("/dev/shm")
+        parent = shared if nodes == 1 and shared.is_dir() else run_dir
+        self._folder = Path(tempfile.mkdtemp(prefix="verl-opd-draft-", dir=parent))
+        self.path = self._folder / "draft.safetensors"
+
+    def close(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)

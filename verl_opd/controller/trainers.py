@@ -1,0 +1,75 @@
+"""The training side of a run as one object: FSDP ranks that move in lock step."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from verl_opd.config.schema import Config
+from verl_opd.controller.placement import Placement
+from verl_opd.drafts.snapshot import DraftSnapshot
+from verl_opd.opd.layout import cost
+from verl_opd.opd.losses import LossSpec, StreamTotals
+from verl_opd.opd.metrics import StepMetrics
+from verl_opd.opd.plan import TrainItem
+from verl_opd.training.worker import TrainWorker
+
+
+def balance(items: Sequence[TrainItem], ranks: int) -> list[list[TrainItem]]:
+    """Shares of about equal cost: longest first, each to the rank with the least so far. Deterministic; a share may be empty."""
+    shares: list[list[TrainItem]] = [[] for _ in range(ranks)]
+    load = [(0, rank) for rank in range(ranks)]
+    for item in sorted(items, key=lambda item: (-cost(item), item.sample_id)):
+        total, rank = heapq.heappop(load)
+        shares[rank].append(item)
+        heapq.heappush(load, (total + cost(item), rank))
+    return shares
+
+
+class Trainers:
+    """All FSDP ranks of a run; every method is a collective and returns when all ranks are done."""
+
+    def __init__(self, cfg: Config, draft_config: dict[str, Any], placement: Placement, master_port: int, logs: Path) -> None:
+        world = len(placement.slots)
+        master = placement.slots[0].node_ip
+        self._ranks = [
+            TrainWorker.options(**placement.actor_options(slot.index)).remote(
+                cfg, draft_config, slot.index, world, master, master_port, slot.cores, str(logs / f"train_{slot.index}.log")
+            )
+            for slot in placement.slots
+        ]
+        placement.actors.extend(self._ranks)
+
+    def init(self) -> list[dict[str, Any]]:
+        """Build models and optimiser on every rank; per-rank facts (parameter counts, dtypes)."""
+        reports: list[dict[str, Any]] = self._all("init")
+        return reports
+
+    def update(self, items: Sequence[TrainItem], totals: StreamTotals, spec: LossSpec, lr: float) -> list[StepMetrics]:
+        """One optimiser step over `items`, split over the ranks; measurements of each rank."""
+        shares = balance(items, len(self._ranks))
+        parts: list[StepMetrics] = ray.get(
+            [rank.update.remote(share, totals, spec, lr) for rank, share in zip(self._ranks, shares, strict=True)]
+        )
+        return parts
+
+    def snapshot(self, path: Path, version: int) -> DraftSnapshot:
+        snapshot: DraftSnapshot = self._all("snapshot", str(path), version)[0]
+        return snapshot
+
+    def save(self, directory: Path) -> None:
+        self._all("save", str(directory))
+
+    def load(self, directory: Path) -> None:
+        self._all("load", str(directory))
+
+    def export(self, directory: Path) -> None:
+        self._all("export", str(directory))
+
+    def _all(self, method: str, *args: Any) -> list[Any]:
+        results: list[Any] = ray.get([getattr(rank, method).remote(*args) for rank in self._ranks])
+        return results
