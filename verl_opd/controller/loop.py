@@ -98,20 +98,17 @@ class Loop:
 
     def _warmup(self, bar: Phase) -> None:
         """Roll target text out without drafting where the engine can, and train whole blocks on all text so far."""
-        plain = self.fleet.set_drafting(False)
+        self.fleet.set_drafting(False)
         try:
             while self.progress.warmup_step < self.cfg.trainer.warmup_steps:
                 samples = self._rollout()
                 self.progress.pool.extend(samples)
                 metrics = [rollout_metrics(samples, self.cfg.data.max_response_length)]
-                last = self.progress.warmup_step + 1 == self.cfg.trainer.warmup_steps
                 self.fleet.sleep()
                 with self.clock.part("update_actor"):
                     for index in range(self.cfg.warmup.updates_per_step):
                         metrics.extend(self._warmup_update(index))
                 self.progress.warmup_step += 1
-                if last and plain:
-                    self.progress.pool.clear()
                 with self.clock.part("update_weights"):
                     self._sync()
                 self._finish_step(bar, metrics)

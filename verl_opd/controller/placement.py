@@ -20,10 +20,11 @@ _BUNDLE_CPUS = 1.0
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one student worker lives: its bundle, its node's address, and its share of that node's cores (CPU device only)."""
+    """Where one student worker lives: its bundle, its node's address, a port free there, and its share of that node's cores."""
 
     index: int
     node_ip: str
+    port: int
     cores: tuple[int, ...]
 
 
@@ -102,22 +103,18 @@ def _slots(group: PlacementGroup, workers: int) -> list[Slot]:
         _probe_node.options(num_cpus=_BUNDLE_CPUS / 2, scheduling_strategy=PlacementGroupSchedulingStrategy(group, index)).remote()
         for index in range(workers)
     ]
-    nodes: list[tuple[str, list[int]]] = ray.get(probes)
+    nodes: list[tuple[str, int, list[int]]] = ray.get(probes)
     slots = []
-    for index, (node_ip, cores) in enumerate(nodes):
-        mates = [i for i, (other, _) in enumerate(nodes) if other == node_ip]
+    for index, (node_ip, port, cores) in enumerate(nodes):
+        mates = [i for i, (other, _, _) in enumerate(nodes) if other == node_ip]
         share = split_cores(cores, len(mates))[mates.index(index)]
-        slots.append(Slot(index, node_ip, tuple(share)))
+        slots.append(Slot(index, node_ip, port, tuple(share)))
     return slots
 
 
 @ray.remote
-def _probe_node() -> tuple[str, list[int]]:
-    return ray.util.get_node_ip_address(), available_cores()
-
-
-def free_port() -> int:
-    """A port the kernel considers free right now, on this node."""
+def _probe_node() -> tuple[str, int, list[int]]:
     with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+        probe.bind(("", 0))  # the kernel names a free port
+        port = int(probe.getsockname()[1])
+    return ray.util.get_node_ip_address(), port, available_cores()

@@ -33,12 +33,12 @@ def balance(items: Sequence[TrainItem], ranks: int) -> list[list[TrainItem]]:
 class Trainers:
     """All FSDP ranks of a run; every method is a collective and returns when all ranks are done."""
 
-    def __init__(self, cfg: Config, draft_config: dict[str, Any], placement: Placement, master_port: int, logs: Path) -> None:
+    def __init__(self, cfg: Config, draft_config: dict[str, Any], placement: Placement, logs: Path) -> None:
         world = len(placement.slots)
-        master = placement.slots[0].node_ip
+        first = placement.slots[0]
         self._ranks = [
             TrainWorker.options(**placement.actor_options(slot.index)).remote(
-                cfg, draft_config, slot.index, world, master, master_port, slot.cores, str(logs / f"train_{slot.index}.log")
+                cfg, draft_config, slot.index, world, first.node_ip, first.port, slot.cores, str(logs / f"train_{slot.index}.log")
             )
             for slot in placement.slots
         ]

@@ -1,0 +1,224 @@
+"""`verl-opd train` and `verl-opd eval`: check everything that can be checked, then start processes, run, and sum up."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl_opd.config.load import to_yaml
+from verl_opd.config.schema import Config
+from verl_opd.controller.console import Console
+from verl_opd.controller.fleet import Fleet
+from verl_opd.controller.loop import Loop
+from verl_opd.controller.placement import Placement, place
+from verl_opd.controller.progress import Progress, SnapshotWriter
+from verl_opd.controller.rundir import RunDir, write_atomic
+from verl_opd.controller.summary import print_summary, write_summary
+from verl_opd.controller.trackers import Trackers
+from verl_opd.controller.trainers import Trainers
+from verl_opd.controller.validate import Benchmarks
+from verl_opd.data.loader import PromptLoader
+from verl_opd.data.prompts import DataReport, Prompt, load_prompts
+from verl_opd.devices import Device, resolve_device
+from verl_opd.drafts import get_family
+from verl_opd.errors import ConfigError
+from verl_opd.rollout.server import EngineSettings
+from verl_opd.targets.hf import check_target_supported
+from verl_opd.training.checkpoint import CheckpointStore, resolve_resume
+
+
+@dataclass
+class Plan:
+    """A run that has passed every check which needs no process: models, data, device."""
+
+    cfg: Config
+    device: Device
+    draft_config: dict[str, Any]
+    train: list[Prompt]
+    train_report: DataReport
+    benchmarks: dict[str, list[Prompt]]
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What must be equal for a run directory or a checkpoint to be continued."""
+        digest = hashlib.sha256(json.dumps(self.draft_config, sort_keys=True).encode()).hexdigest()[:16]
+        return {
+            "target": self.cfg.target.path,
+            "family": self.cfg.draft.family,
+            "draft_config": digest,
+            "vocab_size": self.draft_config["vocab_size"],
+            "template": self.cfg.data.apply_chat_template_kwargs,
+        }
+
+
+def prepare(cfg: Config) -> Plan:
+    """Load tokenizer, data and configs; ConfigError for whatever cannot work. Starts nothing."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    device = resolve_device(cfg.trainer.device)
+    trust = cfg.target.trust_remote_code
+    target_config = AutoConfig.from_pretrained(cfg.target.path, trust_remote_code=trust)
+    check_target_supported(target_config)
+    tokenizer = AutoTokenizer.from_pretrained(cfg.target.path, trust_remote_code=trust)
+
+    family, tokens = get_family(cfg.draft.family), cfg.rollout.num_speculative_tokens
+    if cfg.draft.path is not None:
+        draft_config = family.load_config(cfg.draft.path)
+    else:
+        draft_config = family.derive_config(target_config, cfg.draft, tokens)
+    family.check(draft_config, target_config, tokens, cfg.draft.allow_block_size_mismatch)
+    family.check_mask_token(family.mask_token_id(draft_config), tokenizer, target_config)
+
+    data = cfg.data
+    train, report = load_prompts(
+        data.train_files,
+        tokenizer,
+        prompt_key=data.prompt_key,
+        max_prompt_length=data.max_prompt_length,
+        max_samples=data.max_samples,
+        template_kwargs=data.apply_chat_template_kwargs,
+    )
+    benchmarks = {
+        name: load_prompts(
+            [path],
+            tokenizer,
+            prompt_key=data.prompt_key,
+            max_prompt_length=data.max_prompt_length,
+            max_samples=data.val_max_samples,
+            template_kwargs=data.apply_chat_template_kwargs,
+        )[0]
+        for name, path in data.val_files.items()
+    }
+    return Plan(cfg, device, draft_config, train, report, benchmarks)
+
+
+def engine_settings(plan: Plan, placement: Placement, draft_path: Path, logs: Path) -> list[EngineSettings]:
+    """One engine per student worker, all equal but for cores and log file."""
+    cfg, family = plan.cfg, get_family(plan.cfg.draft.family)
+    rollout, data = cfg.rollout, cfg.data
+    length = rollout.max_model_len or data.max_prompt_length + data.max_response_length + rollout.num_speculative_tokens + 1
+    return [
+        EngineSettings(
+            target_path=cfg.target.path,
+            target_dtype=cfg.target.dtype,
+            trust_remote_code=cfg.target.trust_remote_code,
+            draft_path=str(draft_path),
+            method=family.engine_method,
+            num_speculative_tokens=rollout.num_speculative_tokens,
+            target_layer_ids=tuple(family.layer_ids(plan.draft_config)),
+            mask_token_id=family.mask_token_id(plan.draft_config),
+            max_model_len=length,
+            max_num_seqs=rollout.max_num_seqs,
+            gpu_memory_utilization=rollout.gpu_memory_utilization,
+            enforce_eager=rollout.enforce_eager,
+            kv_cache_gb=rollout.kv_cache_gb,
+            engine_kwargs=rollout.engine_kwargs,
+            device=plan.device.name,
+            cpu_cores=slot.cores,
+            seed=cfg.trainer.seed,
+            log_path=str(logs / f"rollout_{slot.index}.log"),
+        )
+        for slot in placement.slots
+    ]
+
+
+def _benchmarks(plan: Plan) -> Benchmarks:
+    return Benchmarks(plan.benchmarks, plan.cfg.data.max_response_length)
+
+
+def total_steps(cfg: Config, loader: PromptLoader) -> int:
+    if cfg.trainer.total_training_steps is not None:
+        return cfg.trainer.total_training_steps
+    return cfg.trainer.total_epochs * loader.batches_per_epoch
+
+
+@contextmanager
+def running(plan: Plan, run: RunDir, console: Console, checkpoint: Path | None) -> Iterator[tuple[Placement, Trainers, Fleet]]:
+    """Trainers and engines of a run, started; stopped on the way out whatever happens."""
+    placement = place(plan.cfg, plan.device)
+    try:
+        console.say(f"starting {len(placement.slots)} student worker(s) on {plan.device.name}: trainer ranks, then engines")
+        trainers = Trainers(plan.cfg, plan.draft_config, placement, run.logs)
+        trainers.init()
+        if checkpoint is not None:
+            trainers.load(checkpoint / "dcp")
+        draft_path = run.root / "engine_draft"
+        trainers.export(draft_path)
+        fleet = Fleet(plan.cfg, placement, engine_settings(plan, placement, draft_path, run.logs))
+        for index, report in enumerate(fleet.start()):
+            console.say(f"engine {index}: ready in {report['seconds']:.0f} s, HTTP at {report['url']}")
+        yield placement, trainers, fleet
+        fleet.stop()
+    finally:
+        placement.close()
+
+
+def train(cfg: Config, argv: list[str]) -> None:
+    """Run or continue the training described by `cfg`."""
+    console, plan = Console(), prepare(cfg)
+    run = RunDir(cfg.trainer.run_dir)
+    run.open(plan.identity, resume=cfg.trainer.resume_mode != "disable")
+    store = CheckpointStore(run.root, cfg.trainer.keep_last)
+    checkpoint = resolve_resume(cfg.trainer.resume_mode, cfg.trainer.resume_from_path, store)
+    loader = PromptLoader(plan.train, cfg.data.train_batch_size, cfg.data.shuffle, cfg.data.seed)
+    progress = Progress()
+    if checkpoint is not None:
+        state = store.read_state(checkpoint)
+        loader.load_state(state["data"])
+        progress = Progress.from_state(state["progress"])
+    steps = total_steps(cfg, loader)
+    run.describe(to_yaml(cfg), argv)
+    console.say(_headline(plan, run, steps, checkpoint))
+    if checkpoint is not None and progress.opd_step >= steps and (run.root / "summary.json").exists():
+        console.say("all steps of this run are done; here is its summary. Another trainer.experiment_name starts a new run.")
+        print_summary(console, run.root)
+        return
+    trackers = Trackers(cfg.trainer.logger, run.root, cfg.trainer.project_name, cfg.trainer.experiment_name, {"config": to_yaml(cfg)})
+    try:
+        with running(plan, run, console, checkpoint) as (placement, trainers, fleet):
+            snapshots = SnapshotWriter(run.root, len({slot.node_ip for slot in placement.slots}))
+            block_size = get_family(cfg.draft.family).block_size(plan.draft_config)
+            loop = Loop(
+                cfg, block_size, steps, fleet, trainers, loader, _benchmarks(plan), store, trackers, console, snapshots, progress, plan.identity
+            )
+            try:
+                loop.run()
+                trainers.export(run.exports / "draft")
+            finally:
+                snapshots.close()
+    finally:
+        trackers.close()
+    write_summary(run.root, plan.cfg, progress, loop.clock)
+    print_summary(console, run.root)
+
+
+def evaluate(cfg: Config, argv: list[str]) -> None:
+    """Measure held-out accept length of the configured draft (draft.path) in the engine; writes eval.json into the run directory."""
+    if not cfg.data.val_files:
+        raise ConfigError("data.val_files is empty: nothing to evaluate")
+    console, plan = Console(), prepare(cfg)
+    run = RunDir(cfg.trainer.run_dir)
+    run.open(plan.identity, resume=True)
+    run.describe(to_yaml(cfg), argv)
+    with running(plan, run, console, None) as (_, _, fleet):
+        results = _benchmarks(plan).run(fleet, 0)
+    console.acceptance("held-out accept length", {"eval": results})
+    write_atomic(run.root / "eval.json", json.dumps([result.as_dict() for result in results], indent=2))
+
+
+def _headline(plan: Plan, run: RunDir, steps: int, checkpoint: Path | None) -> str:
+    cfg, report = plan.cfg, plan.train_report
+    start = f"resuming from {checkpoint}" if checkpoint else f"starting from {cfg.draft.path or 'random draft weights'}"
+    return (
+        f"target {cfg.target.path}\ndraft  {cfg.draft.family}, {plan.draft_config['num_hidden_layers']} layers, "
+        f"block {get_family(cfg.draft.family).block_size(plan.draft_config)}, K={cfg.rollout.num_speculative_tokens}; {start}\n"
+        f"data   {len(plan.train)} prompts ({report}); {sum(map(len, plan.benchmarks.values()))} held out\n"
+        f"plan   {cfg.trainer.warmup_steps} warm-up + {steps} OPD steps of {cfg.data.train_batch_size} prompts, "
+        f"{cfg.trainer.n_student_workers} student worker(s) on {plan.device.name}\nrun    {run.root}\npython {sys.version.split()[0]}"
+    )
