@@ -1,0 +1,83 @@
+"""`verl-opd bench`: what recording and syncing cost, measured on the configured target and draft.
+
+Recorder overhead: the same greedy prompts on the same engine with the recorder on and off, in turns, reported as the median of paired ratios.
+Draft push: seconds from the trainer's gather to the engine's read-back, over several pushes.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+
+import ray
+
+from verl_opd.config.load import to_yaml
+from verl_opd.config.schema import Config
+from verl_opd.controller.console import Console
+from verl_opd.controller.fleet import Fleet
+from verl_opd.controller.progress import SnapshotWriter
+from verl_opd.controller.run import Plan, prepare, running
+from verl_opd.controller.rundir import RunDir, write_atomic
+from verl_opd.controller.trainers import Trainers
+from verl_opd.controller.validate import GREEDY
+from verl_opd.data.prompts import Prompt
+
+PAIRS = 5
+PUSHES = 5
+
+
+def run(cfg: Config, argv: list[str]) -> None:
+    """Measure and print; writes bench.json into the run directory."""
+    console, plan = Console(), prepare(cfg)
+    directory = RunDir(cfg.trainer.run_dir)
+    directory.open(plan.identity, resume=True)
+    directory.describe(to_yaml(cfg), argv)
+    with running(plan, directory, console, None) as (_, trainers, fleet):
+        results = {**_recorder(plan, fleet, console), **_push(directory, trainers, fleet)}
+    console.table("bench", ["measure", "value"], [[name, f"{value:.4g}"] for name, value in results.items()])
+    write_atomic(directory.root / "bench.json", json.dumps(results, indent=2))
+
+
+def _recorder(plan: Plan, fleet: Fleet, console: Console) -> dict[str, float]:
+    prompts = plan.train[: plan.cfg.data.train_batch_size]
+    _tokens_per_second(plan, fleet, prompts, True)  # first use compiles and allocates
+    ratios, rates = [], []
+    for pair in range(PAIRS):
+        order = (True, False) if pair % 2 == 0 else (False, True)
+        speed = {recording: _tokens_per_second(plan, fleet, prompts, recording) for recording in order}
+        ratios.append(speed[False] / speed[True] - 1)
+        rates.append(speed[True])
+        console.say(f"pair {pair + 1}/{PAIRS}: recorder costs {ratios[-1]:+.2%} of {speed[False]:.1f} tokens/s")
+    return {
+        "recorder_overhead_median": statistics.median(ratios),
+        "recorder_overhead_min": min(ratios),
+        "recorder_overhead_max": max(ratios),
+        "tokens_per_second_median": statistics.median(rates),
+    }
+
+
+def _tokens_per_second(plan: Plan, fleet: Fleet, prompts: list[Prompt], recording: bool) -> float:
+    ray.get([server.set_recording.remote(recording) for server in fleet.servers])
+    ray.get([server.reset_prefix_cache.remote() for server in fleet.servers])
+    started = time.monotonic()
+    sampling = {**GREEDY, "max_tokens": plan.cfg.data.max_response_length}
+    tokens = ray.get([
+        server.generate_tokens.remote([p.prompt_ids for p in prompts[i :: len(fleet.servers)]], sampling)
+        for i, server in enumerate(fleet.servers)
+    ])
+    return sum(tokens) / (time.monotonic() - started)
+
+
+def _push(directory: RunDir, trainers: Trainers, fleet: Fleet) -> dict[str, float]:
+    writer = SnapshotWriter(directory.root, 1)
+    try:
+        seconds = []
+        for version in range(PUSHES):
+            fleet.sleep()
+            started = time.monotonic()
+            report = fleet.sync(trainers.snapshot(writer.path, version))
+            seconds.append(time.monotonic() - started)
+    finally:
+        writer.close()
+    return {"push_seconds_median": statistics.median(seconds), "push_seconds_max": max(seconds), "push_bytes": report.bytes}
