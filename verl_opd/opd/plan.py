@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
+
+from verl_opd.opd.metrics import StepMetrics
+from verl_opd.opd.trace import Refusal, RolloutSample, boundaries, refusals
 
 
 @dataclass(frozen=True)
@@ -34,3 +41,103 @@ class TrainItem:
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
     plan: BlockPlan
+
+
+def item_rng(seed: int, step: int, key: str) -> np.random.Generator:
+    """A generator that depends only on its arguments, so that a resumed or differently split run draws the same."""
+    return np.random.default_rng([seed, step, zlib.crc32(key.encode())])
+
+
+def plan_opd(
+    sample: RolloutSample,
+    *,
+    block_size: int,
+    convention: str = "exact",
+    response_span: str = "segment",
+    max_response_anchors: int = 0,
+) -> BlockPlan:
+    """The blocks of one on-policy sample.
+
+    convention exact: one block per verify step, anchored where the engine anchored it. draft_opd: the upstream rule, in which each segment
+    starts at the previous segment's last token, the first one at the last prompt token (anchor -1).
+    response_span segment: labels reach to the end of the verify step (accepted proposals and the correction; a bonus token has no slot).
+    block: labels reach to the end of the block or the response.
+    max_response_anchors C > 0 keeps C evenly spread response anchors, the last one among them; refusals keep their blocks in any case.
+    """
+    length, trace = len(sample.response_ids), sample.trace
+    if convention == "exact":
+        pairs = [(step.anchor, step.anchor + step.committed) for step in trace.steps]
+    elif convention == "draft_opd":
+        ends = sorted({end for end in boundaries(trace) if 0 <= end < length})
+        if ends and ends[-1] < length - 1:
+            ends.append(length - 1)
+        pairs = list(zip([-1, *ends], ends, strict=False))
+    else:
+        raise ValueError(f"convention={convention!r} is neither exact nor draft_opd")
+    spans = []
+    for anchor, end in _subsample(pairs, max_response_anchors):
+        reach = end if response_span == "segment" else length - 1
+        spans.append((anchor, min(reach - anchor, block_size - 1)))
+    refused = [item for item in refusals(trace) if item.offset < block_size]
+    return _assemble(block_size, sample.response_ids, spans, refused)
+
+
+def plan_warmup(sample: RolloutSample, *, block_size: int, anchors_per_sample: int, rng: np.random.Generator) -> BlockPlan:
+    """Whole blocks at up to `anchors_per_sample` distinct uniform anchors in 0..R-2, every slot supervised by the response; no refusals."""
+    candidates = len(sample.response_ids) - 1
+    if candidates < 1:
+        return _assemble(block_size, sample.response_ids, [], [])
+    chosen = rng.choice(candidates, size=min(anchors_per_sample, candidates), replace=False)
+    spans = [(int(anchor), min(block_size - 1, candidates - int(anchor))) for anchor in sorted(chosen)]
+    return _assemble(block_size, sample.response_ids, spans, [])
+
+
+def _subsample(pairs: list[tuple[int, int]], limit: int) -> list[tuple[int, int]]:
+    count = len(pairs)
+    if limit <= 0 or count <= limit:
+        return pairs
+    if limit == 1:
+        return pairs[-1:]
+    return [pairs[i * (count - 1) // (limit - 1)] for i in range(limit)]
+
+
+def _assemble(
+    block_size: int, response_ids: Sequence[int], spans: Sequence[tuple[int, int]], refused: Sequence[Refusal]
+) -> BlockPlan:
+    """spans: (anchor, number of supervised offsets). Anchors that supervise nothing are left out."""
+    anchors = tuple(sorted({anchor for anchor, reach in spans if reach > 0} | {item.anchor for item in refused}))
+    index = {anchor: position for position, anchor in enumerate(anchors)}
+    slots = [(anchor, offset) for anchor, reach in spans for offset in range(1, reach + 1)]
+    return BlockPlan(
+        block_size=block_size,
+        anchors=anchors,
+        response_block=tuple(index[anchor] for anchor, _ in slots),
+        response_offset=tuple(offset for _, offset in slots),
+        response_label=tuple(response_ids[anchor + offset] for anchor, offset in slots),
+        refused_block=tuple(index[item.anchor] for item in refused),
+        refused_offset=tuple(item.offset for item in refused),
+        refused_token=tuple(item.token for item in refused),
+        refused_logprob=tuple(item.logprob for item in refused),
+    )
+
+
+def plan_counts(plan: BlockPlan, sample: RolloutSample) -> StepMetrics:
+    """Anchor-plan counters of one sample under their dashboard names."""
+    metrics, length = StepMetrics(), len(sample.response_ids)
+    supervised = len(plan.response_block)
+    prefix = "actor/distillation/opd_"
+    metrics.add_sum(prefix + "sample_count", 1)
+    metrics.add_sum(prefix + "skipped_sample_count", float(length > 0 and supervised == 0))
+    metrics.add_mean(prefix + "skipped_sample_ratio", float(length > 0 and supervised == 0), 1)
+    metrics.add_sum(prefix + "valid_anchor_count", len(set(plan.response_block)))
+    metrics.add_sum(prefix + "effective_token_count", supervised)
+    metrics.add_sum(prefix + "target_token_count", length)
+    metrics.add_mean(prefix + "effective_token_ratio", supervised, length)
+    metrics.add_sum(prefix + "rejected_draft_token_count", len(plan.refused_block))
+    metrics.add_mean("data/supervised_share", supervised, length)
+    metrics.add_sum("perf/total_num_tokens", len(sample.prompt_ids) + length)
+    if sample.trace.steps:
+        metrics.add_sum(prefix + "total_reject_count", len(boundaries(sample.trace)))
+    elif not sample.trace.draft_free:
+        metrics.add_sum(prefix + "empty_reject_sample_count", float(length > 0))
+    return metrics

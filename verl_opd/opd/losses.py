@@ -1,0 +1,138 @@
+"""Divergences per supervised token, and how the two streams add up to one loss. All arithmetic in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verl_opd.opd.metrics import StepMetrics
+from verl_opd.opd.plan import BlockPlan
+
+RESPONSE_LOSSES = ("forward_kl", "full_forward_kl", "cross_entropy")
+REJECTED_LOSSES = ("k3",)
+
+
+@dataclass(frozen=True)
+class LossSpec:
+    """How the streams are scored and weighed; field meanings as in the `opd` section of the configuration."""
+
+    response_loss: str = "forward_kl"
+    rejected_loss: str = "k3"
+    response_stream_weight: float = 1.0
+    rejected_stream_weight: float = 1.0
+    response_position_decay: float = 1.0
+    rejected_position_decay: float = 0.8
+    loss_max_clamp: float | None = 10.0
+    log_prob_min_clamp: float | None = -10.0
+    convention: str = "exact"
+
+
+def bernoulli_forward_kl(student: Tensor, teacher: Tensor, min_clamp: float | None = None) -> Tensor:
+    """KL between the two-outcome distributions {this token, anything else} of teacher and student, from log-probs [M].
+
+    p_t (t - s) + (1 - p_t)(log(1 - p_t) - log(1 - p_s)), the "local" forward KL of Draft-OPD; log-probs are clamped to [min_clamp, log(1-eps)].
+    """
+    low = -80.0 if min_clamp is None else min_clamp
+    high = float(torch.log1p(torch.tensor(-torch.finfo(torch.float32).eps)))
+    s, t = student.float().clamp(low, high), teacher.float().clamp(low, high)
+    p_t = t.exp()
+    return p_t * (t - s) + (1 - p_t) * (torch.log1p(-p_t) - torch.log1p(-s.exp()))
+
+
+def k3(student: Tensor, teacher: Tensor, min_clamp: float | None = None) -> Tensor:
+    """Low-variance estimator of the reverse KL on one sampled token, from log-probs [M]: exp(d) - d - 1 with d = clamp(t - s, -20, 20)."""
+    s, t = student.float(), teacher.float()
+    if min_clamp is not None:
+        s, t = s.clamp(min=min_clamp), t.clamp(min=min_clamp)
+    d = (t - s).clamp(-20.0, 20.0)
+    return (d.exp() - d - 1).clamp(-10.0, 10.0)
+
+
+def full_forward_kl(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
+    """KL(target || draft) over the whole vocabulary, from logits [M, V] -> [M]."""
+    log_q = torch.log_softmax(student_logits.float(), dim=-1)
+    log_p = torch.log_softmax(teacher_logits.float(), dim=-1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def position_weights(offsets: Tensor, decay: float) -> Tensor:
+    """decay^(offset - 1), float32."""
+    return torch.pow(torch.tensor(decay, dtype=torch.float32, device=offsets.device), (offsets - 1).float())
+
+
+@dataclass(frozen=True)
+class StreamTotals:
+    """Normalisers over the whole mini-batch and all ranks: weighted token counts of the two streams."""
+
+    response: float
+    refused: float
+
+    def denominator(self, spec: LossSpec) -> float:
+        return spec.response_stream_weight * self.response + spec.rejected_stream_weight * self.refused
+
+
+def stream_totals(plans: Sequence[BlockPlan], response_lens: Sequence[int], spec: LossSpec) -> StreamTotals:
+    """Count what a mini-batch supervises before it is split over ranks and micro-batches.
+
+    exact: supervised slots, each with its position weight. draft_opd: every response token, supervised or not.
+    """
+    if spec.convention == "draft_opd":
+        response = float(sum(response_lens))
+    else:
+        response = sum(spec.response_position_decay ** (offset - 1) for plan in plans for offset in plan.response_offset)
+    refused = sum(spec.rejected_position_decay ** (offset - 1) for plan in plans for offset in plan.refused_offset)
+    return StreamTotals(float(response), float(refused))
+
+
+def clamp_values(values: Tensor, limit: float | None) -> Tensor:
+    """Clamp per-token losses to [-limit, limit]; clamped tokens carry no gradient."""
+    return values if limit is None else values.clamp(-limit, limit)
+
+
+def combine(
+    response_values: Tensor,
+    response_offsets: Tensor,
+    refused_values: Tensor,
+    refused_offsets: Tensor,
+    totals: StreamTotals,
+    spec: LossSpec,
+) -> Tensor:
+    """This micro-batch's part of the loss, a float32 scalar: weighted sums of both streams over the global denominator.
+
+    Parts add up over micro-batches and ranks to the loss of the whole mini-batch. A denominator of 0 gives 0, still attached to the graph.
+    """
+    denominator = totals.denominator(spec)
+    response = (clamp_values(response_values, spec.loss_max_clamp) * position_weights(response_offsets, spec.response_position_decay)).sum()
+    refused = (clamp_values(refused_values, spec.loss_max_clamp) * position_weights(refused_offsets, spec.rejected_position_decay)).sum()
+    numerator = spec.response_stream_weight * response + spec.rejected_stream_weight * refused
+    return numerator / denominator if denominator > 0 else numerator * 0.0
+
+
+def loss_metrics(response_values: Tensor, refused_values: Tensor, part: Tensor, spec: LossSpec) -> StepMetrics:
+    """Measurements of one micro-batch; `part` is what `combine` returned, so distillation/loss sums to the global loss."""
+    metrics, prefix = StepMetrics(), "actor/distillation/"
+    metrics.add_sum(prefix + "loss", float(part))
+    response, refused = response_values.detach(), refused_values.detach()
+    if response.numel():
+        metrics.add_min(prefix + "loss_min", float(response.min()))
+        metrics.add_max(prefix + "loss_max", float(response.max()))
+        metrics.add_mean(prefix + "abs_loss", float(response.abs().sum()), response.numel())
+        clamped = clamp_values(response, spec.loss_max_clamp)
+        metrics.add_mean(prefix + "non_rejected_token_loss", float(clamped.sum()), response.numel())
+        if spec.response_loss != "cross_entropy":
+            metrics.add_mean(prefix + "forward_kl_loss", float(response.sum()), response.numel())
+        if spec.loss_max_clamp is not None:
+            metrics.add_mean(prefix + "loss_clamp_fraction", float((response.abs() >= spec.loss_max_clamp).sum()), response.numel())
+    if refused.numel():
+        clamped = clamp_values(refused, spec.loss_max_clamp)
+        metrics.add_mean(prefix + "rejected_draft_loss", float(clamped.sum()), refused.numel())
+        metrics.add_mean(prefix + "rejected_draft_reverse_kl_loss", float(refused.sum()), refused.numel())
+        metrics.add_sum(prefix + "rejected_draft_token_count", refused.numel())
+        if spec.loss_max_clamp is not None:
+            share = float((refused.abs() >= spec.loss_max_clamp).sum())
+            metrics.add_mean(prefix + "rejected_draft_loss_clamp_fraction", share, refused.numel())
+    metrics.add_sum(prefix + "combined_token_count", response.numel() + refused.numel())
+    return metrics
