@@ -1,0 +1,66 @@
+"""DFlash as a DraftFamily."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from verl_opd.config.schema import DraftConfig
+from verl_opd.drafts import files
+from verl_opd.drafts.dflash import config as dflash_config
+from verl_opd.drafts.dflash.model import DFlashDraft
+from verl_opd.drafts.dflash.replay import slot_positions, visibility
+from verl_opd.opd.layout import Layout
+
+
+class DFlash:
+    name = "dflash"
+    engine_method = "dflash"
+
+    def derive_config(self, target: PretrainedConfig, draft: DraftConfig, num_speculative_tokens: int) -> dict[str, Any]:
+        return dflash_config.derive_config(target, draft, num_speculative_tokens)
+
+    def load_config(self, path: str) -> dict[str, Any]:
+        return files.read_config(path)
+
+    def check(self, config: Mapping[str, Any], target: PretrainedConfig, num_speculative_tokens: int, allow_block_size_mismatch: bool) -> None:
+        dflash_config.check(config, target, num_speculative_tokens, allow_block_size_mismatch)
+
+    def layer_ids(self, config: Mapping[str, Any]) -> list[int]:
+        return list(dflash_config.dflash_key(config, "target_layer_ids"))
+
+    def mask_token_id(self, config: Mapping[str, Any]) -> int:
+        return int(dflash_config.dflash_key(config, "mask_token_id"))
+
+    def block_size(self, config: Mapping[str, Any]) -> int:
+        return int(dflash_config.dflash_key(config, "block_size"))
+
+    def build(self, config: Mapping[str, Any], *, seed: int, init_std: float) -> nn.Module:
+        draft = DFlashDraft(config)
+        generator = torch.Generator().manual_seed(seed)
+        for module in draft.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=init_std, generator=generator)
+        return draft
+
+    def load_weights(self, draft: nn.Module, path: str) -> None:
+        tensors = files.read_weights(path)
+        expected = draft.state_dict()
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        files.compare(shapes, {name: tuple(tensor.shape) for name, tensor in expected.items()}, f"draft.path={path}")
+        draft.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+
+    def shard_units(self, draft: nn.Module) -> list[nn.Module]:
+        return list(cast(DFlashDraft, draft).layers)
+
+    def replay(self, draft: nn.Module, features: Tensor, slot_embeds: Tensor, layout: Layout) -> Tensor:
+        hidden: Tensor = draft(features, slot_embeds.flatten(1, 2), slot_positions(layout), visibility(layout, features.shape[1]))
+        return hidden
+
+    def save_pretrained(self, state: Mapping[str, Tensor], config: Mapping[str, Any], path: Path) -> None:
+        files.write_draft(state, config, path)

@@ -1,0 +1,158 @@
+"""The DFlash draft network: queries from one block of slots, keys and values from target features and the block itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from verl_opd.drafts.dflash.config import dflash_key, rope_theta
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the network needs of config.json."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    features: int  # n * h, concatenated target layers
+    eps: float
+    theta: float
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Shape:
+        hidden = config["hidden_size"]
+        return cls(
+            hidden=hidden,
+            layers=config["num_hidden_layers"],
+            heads=config["num_attention_heads"],
+            kv_heads=config["num_key_value_heads"],
+            head_dim=config.get("head_dim") or hidden // config["num_attention_heads"],
+            intermediate=config["intermediate_size"],
+            features=hidden * len(dflash_key(config, "target_layer_ids")),
+            eps=config["rms_norm_eps"],
+            theta=rope_theta(config),
+        )
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) in float32, cast back, times weight; over the last dimension (vLLM's RMSNorm)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return scaled.to(x.dtype) * self.weight.to(x.dtype)
+
+
+Rotation = tuple[Tensor, Tensor]
+
+
+def rotation(positions: Tensor, head_dim: int, theta: float) -> Rotation:
+    """cos and sin [b, 1, L, head_dim] in float32 for integer positions [b, L] (half-split "neox" layout)."""
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
+    angles = positions.float().unsqueeze(-1) / torch.pow(torch.tensor(theta, device=positions.device), exponent)
+    angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, rope: Rotation) -> Tensor:
+    """Apply the rotation to x [b, heads, L, head_dim]."""
+    cos, sin = rope
+    wide = x.float()
+    first, second = wide.chunk(2, dim=-1)
+    return (wide * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Slots attend to context and slots under a boolean mask. Context keys and values come from the normed features directly, without the
+    layer's input norm, as the engine precomputes them (vLLM DFlashQwen3Model.precompute_and_store_context_kv)."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
+        self.q_proj = nn.Linear(shape.hidden, shape.heads * shape.head_dim, bias=False)
+        self.k_proj = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=False)
+        self.v_proj = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=False)
+        self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
+        self.q_norm = RMSNorm(shape.head_dim, shape.eps)
+        self.k_norm = RMSNorm(shape.head_dim, shape.eps)
+
+    def _split(self, x: Tensor, heads: int) -> Tensor:
+        return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
+
+    def forward(self, slots: Tensor, context: Tensor, slot_rope: Rotation, key_rope: Rotation, mask: Tensor) -> Tensor:
+        source = torch.cat((context, slots), dim=1)
+        query = rotate(self.q_norm(self._split(self.q_proj(slots), self.heads)), slot_rope)
+        key = rotate(self.k_norm(self._split(self.k_proj(source), self.kv_heads)), key_rope)
+        value = self._split(self.v_proj(source), self.kv_heads)
+        groups = self.heads // self.kv_heads
+        if groups > 1:
+            key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class MLP(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
+        self.up_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+
+
+class Layer(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(shape.hidden, shape.eps)
+        self.self_attn = Attention(shape)
+        self.post_attention_layernorm = RMSNorm(shape.hidden, shape.eps)
+        self.mlp = MLP(shape)
+
+    def forward(self, slots: Tensor, context: Tensor, slot_rope: Rotation, key_rope: Rotation, mask: Tensor) -> Tensor:
+        slots = slots + self.self_attn(self.input_layernorm(slots), context, slot_rope, key_rope, mask)
+        return slots + self.mlp(self.post_attention_layernorm(slots))  # type: ignore[no-any-return]
+
+
+class DFlashDraft(nn.Module):
+    """Parameters carry the public checkpoint names; embedding and LM head are the target's and are not part of the draft."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        shape = Shape.of(config)
+        self.shape = shape
+        self.gradient_checkpointing = False
+        self.fc = nn.Linear(shape.features, shape.hidden, bias=False)
+        self.hidden_norm = RMSNorm(shape.hidden, shape.eps)
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
+        self.norm = RMSNorm(shape.hidden, shape.eps)
+
+    def forward(self, features: Tensor, slot_embeds: Tensor, slot_positions: Tensor, mask: Tensor) -> Tensor:
+        """features [b, C, n*h]; slot_embeds [b, M, h]; slot_positions [b, M] int64; mask [b, 1, M, C+M] bool (True = visible).
+        Returns [b, M, h] after the final norm."""
+        context = self.hidden_norm(self.fc(features))
+        context_positions = torch.arange(features.shape[1], device=features.device).expand(features.shape[0], -1)
+        key_rope = rotation(torch.cat((context_positions, slot_positions), dim=1), self.shape.head_dim, self.shape.theta)
+        count = slot_positions.shape[1]
+        slot_rope = (key_rope[0][:, :, -count:], key_rope[1][:, :, -count:])
+        slots = slot_embeds.to(context.dtype)
+        for layer in self.layers:
+            args = (slots, context, slot_rope, key_rope, mask)
+            slots = checkpoint(layer, *args, use_reentrant=False) if self.gradient_checkpointing and self.training else layer(*args)
+        return self.norm(slots)  # type: ignore[no-any-return]

@@ -1,0 +1,30 @@
+"""Positions and visibility of replayed blocks: exactly what each slot saw when the engine drafted it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from verl_opd.opd.layout import Layout
+
+
+def slot_positions(layout: Layout) -> Tensor:
+    """Position ids [b, N*B]: anchor, anchor + 1, ..., anchor + B - 1 per block."""
+    offsets = torch.arange(layout.block_size, device=layout.anchors.device)
+    return (layout.anchors.unsqueeze(-1) + offsets).flatten(1)
+
+
+def visibility(layout: Layout, context_len: int) -> Tensor:
+    """Mask [b, 1, N*B, context_len + N*B], True = visible.
+
+    A slot sees the context strictly before its anchor (the anchor's own features do not exist yet when the block is drafted) and every slot of
+    its own block, never another block. Slots of padded blocks see their own block only, so that no row is empty.
+    """
+    size, device = layout.block_size, layout.anchors.device
+    blocks = layout.anchors.shape[1]
+    positions = torch.arange(context_len, device=device)
+    context = (positions < layout.anchors.unsqueeze(-1)) & layout.block_keep.unsqueeze(-1)
+    context = context.repeat_interleave(size, dim=1)
+    owner = torch.arange(blocks, device=device).repeat_interleave(size)
+    own = (owner.unsqueeze(0) == owner.unsqueeze(1)).expand(layout.anchors.shape[0], -1, -1)
+    return torch.cat((context, own), dim=-1).unsqueeze(1)

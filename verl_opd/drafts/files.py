@@ -1,0 +1,78 @@
+"""HF-format draft directories: read and write them whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from verl_opd.errors import ConfigError
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """config.json of a local draft directory."""
+    file = Path(path) / CONFIG
+    if not file.is_file():
+        raise ConfigError(f"draft.path={path}: no {CONFIG} there (a local HF-format draft directory is expected)")
+    config: dict[str, Any] = json.loads(file.read_text())
+    return config
+
+
+def read_weights(path: str) -> dict[str, Tensor]:
+    """All tensors of a draft directory, on the CPU."""
+    files = sorted(Path(path).glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"draft.path={path}: no *.safetensors there")
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        tensors.update(load_file(file))
+    return tensors
+
+
+def compare(found: Mapping[str, Any], expected: Mapping[str, Any], where: str) -> None:
+    """ConfigError unless two name -> shape tables are equal; names every difference."""
+    problems = [f"missing {name}" for name in sorted(expected.keys() - found.keys())]
+    problems += [f"unexpected {name}" for name in sorted(found.keys() - expected.keys())]
+    problems += [
+        f"{name} has shape {tuple(found[name])}, expected {tuple(expected[name])}"
+        for name in sorted(found.keys() & expected.keys())
+        if tuple(found[name]) != tuple(expected[name])
+    ]
+    if problems:
+        shown = "; ".join(problems[:6]) + (f"; and {len(problems) - 6} more" if len(problems) > 6 else "")
+        raise ConfigError(f"{where}: {shown}")
+
+
+def shapes_of(path: Path) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of a safetensors file, read from its header."""
+    with safe_open(str(path), framework="pt") as file:
+        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (not a dict)
+
+
+def write_draft(state: Mapping[str, Tensor], config: Mapping[str, Any], path: Path) -> None:
+    """Write config.json and bf16 weights to the directory `path`, through a temporary neighbour and a rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+    try:
+        tensors = {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in state.items()}
+        save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
+        (temporary / CONFIG).write_text(json.dumps(dict(config), indent=2) + "\n")
+        temporary.chmod(0o755)
+        if path.exists():
+            for name in (WEIGHTS, CONFIG):
+                os.replace(temporary / name, path / name)
+        else:
+            os.rename(temporary, path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,70 @@
+"""A frozen target in this process, through transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from verl_opd.errors import ConfigError
+from verl_opd.targets.base import TargetFeatures
+
+# Model types whose vLLM implementation hands out aux hidden states and whose rotary layout a DFlash draft of ours shares.
+SUPPORTED = ("llama", "qwen2", "qwen3")
+
+
+def check_target_supported(config: PretrainedConfig) -> None:
+    """ConfigError for a target that the engine cannot draft for."""
+    if config.model_type not in SUPPORTED:
+        raise ConfigError(
+            f"target.path holds a {config.model_type!r} model ({', '.join(config.architectures or ['?'])}); "
+            f"drafting is supported for {', '.join(SUPPORTED)}"
+        )
+
+
+class HFTarget:
+    """Features of a frozen transformers model: eval mode, no gradient, decoder only (full-sequence logits are never built)."""
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        dtype: str,
+        layer_ids: Sequence[int],
+        device: torch.device | str = "cpu",
+        attention: str = "sdpa",
+        trust_remote_code: bool = False,
+    ) -> None:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=getattr(torch, dtype), attn_implementation=attention, trust_remote_code=trust_remote_code
+        )
+        model.requires_grad_(False).eval().to(device)
+        self._decoder = model.get_decoder()
+        self._embedding = model.get_input_embeddings()
+        self._layer_ids = list(layer_ids)
+        self._captured: dict[int, Tensor] = {}
+        for layer_id in self._layer_ids:
+            self._decoder.layers[layer_id].register_forward_hook(self._capture(layer_id))
+        self.lm_head_weight: Tensor = model.get_output_embeddings().weight
+
+    def _capture(self, layer_id: int) -> Any:
+        # A hook, not output_hidden_states: that list ends with the normed state, so the last layer's own output would be missing.
+        def hook(_module: torch.nn.Module, _args: Any, output: Any) -> None:
+            self._captured[layer_id] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    @torch.no_grad()
+    def features(self, input_ids: Tensor, lengths: Tensor) -> TargetFeatures:
+        mask = torch.arange(input_ids.shape[1], device=input_ids.device) < lengths.unsqueeze(-1)
+        last = self._decoder(input_ids=input_ids, attention_mask=mask.long(), use_cache=False).last_hidden_state
+        aux = torch.cat([self._captured.pop(layer_id) for layer_id in self._layer_ids], dim=-1)
+        return TargetFeatures(aux, last)
+
+    @torch.no_grad()
+    def embed(self, ids: Tensor) -> Tensor:
+        embedded: Tensor = self._embedding(ids)
+        return embedded
