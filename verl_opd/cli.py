@@ -1,0 +1,102 @@
+"""The `verl-opd` command. Heavy packages are imported only by the verb that needs them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+from verl_opd.config.recipes import recipe_names
+from verl_opd.errors import ConfigError
+
+_RECIPE_VERBS = {
+    "train": "train a draft on the states it meets while the target verifies it",
+    "eval": "measure held-out accept length of draft.path in the engine",
+    "bench": "measure what recording and draft pushes cost",
+}
+_OVERRIDES = """\
+overrides are written as in Hydra:
+  trainer.n_student_workers=2              set a key
+  data.train_files=[a.jsonl,b.jsonl]       a list
+  rollout.engine_kwargs.block_size=32      an entry of a free-form section
+  ~data.val_files.python_functions         remove such an entry
+
+recipes: """
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb. Exit codes: 0 done, 2 a problem the user can fix (one line on stderr), 130 interrupted."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        _dispatch(arguments)
+    except ConfigError as error:
+        print(f"verl-opd: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("verl-opd: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _dispatch(arguments: list[str]) -> None:
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    if options.verb == "export":
+        if rest:
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        from verl_opd.training.export import export_checkpoint
+
+        export_checkpoint(options.checkpoint, options.out, options.force)
+        return
+    # argparse collects positionals once; overrides that follow an option end up in `rest`.
+    overrides = [*options.overrides, *rest]
+    unknown = [text for text in overrides if text.startswith("-")]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    _run_recipe(options.verb, options.recipe, overrides, options.cfg is not None, ["verl-opd", *arguments])
+
+
+def _run_recipe(verb: str, recipe: str, overrides: list[str], print_only: bool, command: list[str]) -> None:
+    from verl_opd.config.load import compose_config, load_config, to_yaml, validate
+
+    if print_only:
+        print(to_yaml(compose_config(recipe, overrides)), end="")
+        return
+    cfg = load_config(recipe, overrides)
+    validate(cfg)
+    if verb == "train":
+        from verl_opd.controller.run import train
+
+        train(cfg, command)
+    elif verb == "eval":
+        from verl_opd.controller.run import evaluate
+
+        evaluate(cfg, command)
+    else:
+        from verl_opd.controller.bench import run
+
+        run(cfg, command)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="verl-opd", description="Train speculative-decoding drafts on the states they really meet.")
+    parser.add_argument("--version", action="version", version=f"verl-opd {metadata.version('verl-opd')}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="verb")
+    epilog = _OVERRIDES + ", ".join(recipe_names())
+    for verb, text in _RECIPE_VERBS.items():
+        command = verbs.add_parser(verb, help=text, description=text, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter)
+        command.add_argument("recipe", help="name of a shipped recipe, or path of a .yaml file")
+        command.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the recipe")
+        command.add_argument("--cfg", choices=["job"], help="print the resolved configuration and stop")
+    text = "write the draft of a checkpoint as a directory that vLLM serves"
+    export = verbs.add_parser("export", help=text, description=text)
+    export.add_argument("checkpoint", type=Path, help="checkpoint directory of a run")
+    export.add_argument("--out", type=Path, required=True, help="directory to write")
+    export.add_argument("--force", action="store_true", help="replace an existing directory")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
