@@ -1,0 +1,101 @@
+"""The frozen LM head on the rows that are needed, a chunk at a time: full logits of a micro-batch never exist."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _logits(rows: Tensor, weight: Tensor) -> Tensor:
+    """float32 logits [m, V] of hidden rows [m, h]; the product runs in the head's dtype, as in the engine."""
+    return (rows.to(weight.dtype) @ weight.T).float()
+
+
+@torch.no_grad()
+def label_logprobs(rows: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
+    """Log-probs [M] float32 of `labels` [M] under softmax(rows [M, h] @ weight.T [h, V])."""
+    parts = []
+    for part, label in zip(rows.split(chunk), labels.split(chunk), strict=True):
+        logits = _logits(part, weight)
+        parts.append(logits.gather(1, label.unsqueeze(1)).squeeze(1) - logits.logsumexp(1))
+    return torch.cat(parts) if parts else rows.new_zeros(0, dtype=torch.float32)
+
+
+class _SlotLogprobs(torch.autograd.Function):
+    """Log-probs of several (row, label) entries.
+
+    The gradient of log q(label) in the hidden row is W[label] - E_q[W], so the expectation taken in forward is all that backward needs: logits
+    are computed once. Each row's first label is kept out of the stored expectation, where q near 1 would cancel in low precision.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, index: Tensor, labels: Tensor, chunk: int) -> Tensor:
+        first = torch.zeros(rows.shape[0], dtype=torch.long, device=rows.device).scatter_(0, index, labels)
+        values = torch.empty(index.shape[0], dtype=torch.float32, device=rows.device)
+        others = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
+        first_prob = torch.empty(rows.shape[0], dtype=torch.float32, device=rows.device)
+        for start in range(0, rows.shape[0], chunk):
+            stop = min(start + chunk, rows.shape[0])
+            log_q = _logits(rows[start:stop], weight)
+            log_q.sub_(log_q.logsumexp(1, keepdim=True))
+            here = ((index >= start) & (index < stop)).nonzero().squeeze(1)
+            values[here] = log_q[index[here] - start, labels[here]]
+            primary = first[start:stop].unsqueeze(1)
+            q = log_q.exp_()
+            first_prob[start:stop] = q.gather(1, primary).squeeze(1)
+            others[start:stop] = (q.scatter_(1, primary, 0.0).to(weight.dtype) @ weight).float()
+        ctx.save_for_backward(weight, index, labels, first, first_prob, others)
+        ctx.dtype = rows.dtype
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+        weight, index, labels, first, first_prob, others = ctx.saved_tensors
+        grad = grad.float()
+        mass = torch.zeros_like(first_prob).index_add_(0, index, grad)
+        on_first = torch.zeros_like(mass).index_add_(0, index, grad * (labels == first[index]))
+        out = weight[first].float() * (on_first - mass * first_prob).unsqueeze(1) - others * mass.unsqueeze(1)
+        elsewhere = (labels != first[index]).nonzero().squeeze(1)
+        out.index_add_(0, index[elsewhere], weight[labels[elsewhere]].float() * grad[elsewhere].unsqueeze(1))
+        return out.to(ctx.dtype), None, None, None, None
+
+
+def slot_logprobs(rows: Tensor, weight: Tensor, index: Tensor, labels: Tensor, chunk: int) -> Tensor:
+    """Log-probs [M] float32 of `labels` [M] at rows[index [M]] of `rows` [U, h], with gradient into `rows`; the head is frozen.
+
+    Each of the U rows is scored once however many entries share it (a correction label and a refused token do).
+    """
+    values: Tensor = _SlotLogprobs.apply(rows, weight, index, labels, chunk)  # type: ignore[no-untyped-call]
+    return values
+
+
+class _RowKL(torch.autograd.Function):
+    """KL(target || draft) per row. Its gradient in the draft's logits is q - p, carried to the hidden row already in forward."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, teacher_rows: Tensor, weight: Tensor, chunk: int) -> Tensor:
+        values = torch.empty(rows.shape[0], dtype=torch.float32, device=rows.device)
+        slope = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
+        for start in range(0, rows.shape[0], chunk):
+            stop = start + chunk
+            log_q = torch.log_softmax(_logits(rows[start:stop], weight), 1)
+            log_p = torch.log_softmax(_logits(teacher_rows[start:stop], weight), 1)
+            p = log_p.exp()
+            values[start:stop] = (p * (log_p - log_q)).sum(1)
+            slope[start:stop] = (log_q.exp_().sub_(p).to(weight.dtype) @ weight).float()
+        ctx.save_for_backward(slope)
+        ctx.dtype = rows.dtype
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        (slope,) = ctx.saved_tensors
+        return (slope * grad.float().unsqueeze(1)).to(ctx.dtype), None, None, None
+
+
+def row_forward_kl(rows: Tensor, teacher_rows: Tensor, weight: Tensor, chunk: int) -> Tensor:
+    """KL(target || draft) over the full vocabulary [M] float32, for hidden rows [M, h] of draft and target; gradient into `rows` only."""
+    values: Tensor = _RowKL.apply(rows, teacher_rows, weight, chunk)  # type: ignore[no-untyped-call]
+    return values

@@ -1,0 +1,180 @@
+"""One optimiser step of the draft on replayed blocks. Features come in as input; nothing here cares which target produced them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from verl_opd.config.schema import Config
+from verl_opd.drafts import get_family
+from verl_opd.drafts.snapshot import DraftSnapshot, checksum
+from verl_opd.opd.layout import Layout, build_layout, split_micro_batches
+from verl_opd.opd.losses import LossSpec, StreamTotals, bernoulli_forward_kl, combine, k3, loss_metrics
+from verl_opd.opd.metrics import StepMetrics
+from verl_opd.opd.plan import BlockPlan, TrainItem
+from verl_opd.targets.base import TargetBackend, TargetFeatures
+from verl_opd.targets.hf import HFTarget
+from verl_opd.training.lm_head import label_logprobs, row_forward_kl, slot_logprobs
+from verl_opd.training.optim import build_optimizer
+from verl_opd.training.state import load_distributed, save_distributed
+
+
+class DraftTrainer:
+    """One FSDP rank. Every method but the constructor's model loading is a collective: all ranks call it, in the same order.
+
+    Needs an initialised default process group. Master weights, gradients' reduction and AdamW state are float32; forward and backward of the
+    draft run in training.param_dtype.
+    """
+
+    def __init__(self, cfg: Config, draft_config: Mapping[str, Any], rank: int, world_size: int, device: str, target: TargetBackend | None = None):
+        self.cfg, self.draft_config, self.rank, self.world_size = cfg, dict(draft_config), rank, world_size
+        self.device = torch.device(device)
+        self.family = get_family(cfg.draft.family)
+        self.target: TargetBackend = target or HFTarget(
+            cfg.target.path,
+            dtype=cfg.target.dtype,
+            layer_ids=self.family.layer_ids(draft_config),
+            device=self.device,
+            attention=cfg.training.attention,
+            trust_remote_code=cfg.target.trust_remote_code,
+        )
+        draft = self.family.build(draft_config, seed=cfg.trainer.seed, init_std=cfg.draft.init_std)
+        if cfg.draft.path is not None:
+            self.family.load_weights(draft, cfg.draft.path)
+        draft.gradient_checkpointing = cfg.training.gradient_checkpointing  # type: ignore[assignment]
+        draft.to(self.device).train()
+        mesh = init_device_mesh(self.device.type, (world_size,))
+        policy = MixedPrecisionPolicy(param_dtype=getattr(torch, cfg.training.param_dtype), reduce_dtype=torch.float32)
+        for unit in [*self.family.shard_units(draft), draft]:
+            fully_shard(unit, mesh=mesh, mp_policy=policy)
+        self.draft = draft
+        self.optimizer = build_optimizer(draft, cfg.optim)
+        self._mask_embed = self.target.embed(torch.tensor(self.family.mask_token_id(draft_config), device=self.device))
+
+    # -- one optimiser step ----------------------------------------------------------------------------------------------------------
+
+    def update(self, items: Sequence[TrainItem], totals: StreamTotals, spec: LossSpec, lr: float) -> StepMetrics:
+        """One optimiser step on this rank's `items`; `totals` are counted over the items of all ranks.
+
+        Ranks run the same number of micro-batches, so that FSDP's collectives meet; a rank that runs out passes a zero loss through the draft.
+        """
+        micro_batches = split_micro_batches(items, self.cfg.training.max_tokens_per_micro_batch)
+        count = torch.tensor(len(micro_batches), device=self.device)
+        dist.all_reduce(count, op=dist.ReduceOp.MAX)
+        metrics = StepMetrics()
+        self.optimizer.zero_grad(set_to_none=True)
+        for index in range(max(1, int(count))):
+            if index < len(micro_batches):
+                loss = self._loss(build_layout(micro_batches[index], self.device), totals, spec, metrics)
+            else:
+                loss = self._zero_loss()
+            (loss * self.world_size).backward()  # FSDP averages over ranks; totals are global already
+        self._step(lr, metrics)
+        return metrics
+
+    def _loss(self, layout: Layout, totals: StreamTotals, spec: LossSpec, metrics: StepMetrics) -> Tensor:
+        features = self.target.features(layout.input_ids, layout.lengths)
+        hidden = self.family.replay(self.draft, features.aux[:, : layout.context_len], self._slot_embeds(layout), layout).flatten(0, 1)
+        response, refused = self._values(layout, hidden, features, spec)
+        loss = combine(response, layout.response.offset, refused, layout.refused.offset, totals, spec)
+        metrics.merge(loss_metrics(response, refused, loss.detach(), spec))
+        return loss + hidden.sum() * 0.0  # keeps every parameter in the graph when a micro-batch supervises nothing
+
+    def _values(self, layout: Layout, hidden: Tensor, features: TargetFeatures, spec: LossSpec) -> tuple[Tensor, Tensor]:
+        """Per-token loss values of the two streams."""
+        head, chunk = self.target.lm_head_weight, self.cfg.training.lm_head_chunk_size
+        slots = layout.anchors.shape[1] * layout.block_size
+        row_r = layout.response.sample * slots + layout.response.slot
+        row_j = layout.refused.sample * slots + layout.refused.slot
+        teacher_row = layout.response.sample * layout.input_ids.shape[1] + layout.response.target_row
+        teacher_hidden = features.last_hidden.flatten(0, 1)
+        clamp = spec.log_prob_min_clamp
+        if spec.response_loss == "full_forward_kl":
+            response = row_forward_kl(hidden[row_r], teacher_hidden[teacher_row], head, chunk)
+            used, index = torch.unique(row_j, return_inverse=True)
+            refused_s = slot_logprobs(hidden[used], head, index, layout.refused.token, chunk)
+            return response, k3(refused_s, layout.refused.teacher_logprob, clamp)
+        rows = torch.cat((row_r, row_j))
+        used, index = torch.unique(rows, return_inverse=True)
+        labels = torch.cat((layout.response.token, layout.refused.token))
+        student = slot_logprobs(hidden[used], head, index, labels, chunk)
+        student_r, student_j = student.split((len(row_r), len(row_j)))
+        if spec.response_loss == "cross_entropy":
+            response = -student_r
+        else:
+            response = bernoulli_forward_kl(student_r, label_logprobs(teacher_hidden[teacher_row], head, layout.response.token, chunk), clamp)
+        return response, k3(student_j, layout.refused.teacher_logprob, clamp)
+
+    def _slot_embeds(self, layout: Layout) -> Tensor:
+        """Embeddings [b, N, B, h]: the anchor token, then mask tokens."""
+        anchor_ids = layout.input_ids.gather(1, layout.anchors)
+        embeds = self._mask_embed.expand(*layout.anchors.shape, layout.block_size, -1).clone()
+        embeds[:, :, 0] = self.target.embed(anchor_ids)
+        return embeds
+
+    def _zero_loss(self) -> Tensor:
+        """Zero attached to every parameter, through the same collectives as a real micro-batch."""
+        size = self.family.block_size(self.draft_config)
+        ids = torch.zeros(1, 2, dtype=torch.long, device=self.device)
+        empty = build_layout([TrainItem("empty", (0,), (0,), _empty_plan(size))], self.device)
+        features = self.target.features(ids, torch.tensor([2], device=self.device))
+        return self.family.replay(self.draft, features.aux[:, :0], self._slot_embeds(empty), empty).sum() * 0.0
+
+    def _step(self, lr: float, metrics: StepMetrics) -> None:
+        norm = torch.nn.utils.clip_grad_norm_(self.draft.parameters(), self.cfg.optim.grad_clip)
+        total = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        finite = total == total and abs(total) != float("inf")
+        if finite:
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.rank == 0:  # the same on every rank: report it once
+            metrics.add_mean("actor/grad_norm", total if finite else 0.0, float(finite))
+            metrics.add_mean("actor/lr", lr, 1)
+            metrics.add_sum("actor/skipped_steps", float(not finite))
+
+    # -- what leaves the trainer -----------------------------------------------------------------------------------------------------
+
+    def full_state(self) -> dict[str, Tensor]:
+        """The draft's float32 weights by public name, whole on every rank."""
+        state = self.draft.state_dict()
+        return {name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu() for name, value in state.items()}
+
+    def snapshot(self, path: str, version: int) -> DraftSnapshot | None:
+        """Rank 0 writes the bf16 draft to the safetensors file `path` (temporary name, rename) and describes it; others return None."""
+        state = self.full_state()
+        if self.rank != 0:
+            return None
+        tensors = {name: value.to(torch.bfloat16).contiguous() for name, value in state.items()}
+        temporary = f"{path}.tmp"
+        save_file(tensors, temporary)
+        os.replace(temporary, path)
+        return DraftSnapshot(version, path, {name: tuple(value.shape) for name, value in tensors.items()}, checksum(tensors))
+
+    def export(self, directory: str) -> None:
+        """Rank 0 writes an HF-format draft directory."""
+        state = self.full_state()
+        if self.rank == 0:
+            self.family.save_pretrained(state, self.draft_config, Path(directory))
+        dist.barrier()
+
+    def save(self, directory: str) -> None:
+        save_distributed(self.draft, self.optimizer, directory, self.rank)
+
+    def load(self, directory: str) -> None:
+        load_distributed(self.draft, self.optimizer, directory, self.rank)
+
+
+def _empty_plan(block_size: int) -> BlockPlan:
+    return BlockPlan(block_size, (), (), (), (), (), (), (), ())

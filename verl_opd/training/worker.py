@@ -1,0 +1,71 @@
+"""The Ray actor around one DraftTrainer rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import ray
+
+from verl_opd.config.schema import Config
+from verl_opd.devices import process_group_backend, resolve_device
+from verl_opd.drafts.snapshot import DraftSnapshot
+from verl_opd.opd.losses import LossSpec, StreamTotals
+from verl_opd.opd.metrics import StepMetrics
+from verl_opd.opd.plan import TrainItem
+from verl_opd.process import redirect_output
+
+
+@ray.remote
+class TrainWorker:
+    """One FSDP rank in a process of its own; methods as in DraftTrainer, each a collective over all ranks."""
+
+    def __init__(
+        self,
+        cfg: Config,
+        draft_config: dict[str, Any],
+        rank: int,
+        world_size: int,
+        master_addr: str,
+        master_port: int,
+        cores: Sequence[int],
+        log_path: str,
+    ) -> None:
+        redirect_output(log_path)
+        self._cfg, self._draft_config, self._rank, self._world = cfg, draft_config, rank, world_size
+        os.environ.update(MASTER_ADDR=master_addr, MASTER_PORT=str(master_port), RANK=str(rank), WORLD_SIZE=str(world_size))
+        self._device = resolve_device(cfg.trainer.device)
+        threads = cfg.training.num_threads or len(cores) or 1
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        if self._device.name == "cpu" and cores:
+            os.sched_setaffinity(0, set(cores))
+        import torch
+
+        torch.set_num_threads(threads)
+
+    def init(self) -> dict[str, Any]:
+        """Join the process group and build models and optimiser; returns parameter counts."""
+        import torch.distributed as dist
+
+        from verl_opd.training.step import DraftTrainer
+
+        dist.init_process_group(process_group_backend(self._device.name), timeout=timedelta(minutes=30))
+        self._trainer = DraftTrainer(self._cfg, self._draft_config, self._rank, self._world, self._device.name)
+        return {"draft_parameters": sum(parameter.numel() for parameter in self._trainer.draft.parameters())}
+
+    def update(self, items: list[TrainItem], totals: StreamTotals, spec: LossSpec, lr: float) -> StepMetrics:
+        return self._trainer.update(items, totals, spec, lr)
+
+    def snapshot(self, path: str, version: int) -> DraftSnapshot | None:
+        return self._trainer.snapshot(path, version)
+
+    def save(self, directory: str) -> None:
+        self._trainer.save(directory)
+
+    def load(self, directory: str) -> None:
+        self._trainer.load(directory)
+
+    def export(self, directory: str) -> None:
+        self._trainer.export(directory)
