@@ -182,7 +182,8 @@ def _check_draft(cfg: Config) -> None:
     if size is not None and size != tokens + 1 and not draft.allow_block_size_mismatch:
         raise ConfigError(
             f"draft.block_size={size} differs from rollout.num_speculative_tokens={tokens} plus 1: "
-            f"the replayed blocks would not be those of the engine; use num_speculative_tokens={size - 1}, or draft.allow_block_size_mismatch=true if it is meant"
+            f"the replayed blocks would not be those of the engine; "
+            f"use num_speculative_tokens={size - 1}, or draft.allow_block_size_mismatch=true if it is meant"
         )
     layers = draft.target_layer_ids
     if layers is not None and (not layers or layers[0] < 0 or any(low >= high for low, high in pairwise(layers))):

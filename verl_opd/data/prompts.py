@@ -1,0 +1,125 @@
+"""Prompts from JSONL files: a row holds `prompt` (chat messages, or a string = one user message) and optionally `data_source`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+
+from verl_opd.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One rollout input.
+
+    sample_id: the row number over all files, from 0; the loader puts the epoch in front. prompt_ids: token ids after the chat template,
+    generation prompt included. messages: what they were made from.
+    """
+
+    sample_id: str
+    data_source: str
+    prompt_ids: tuple[int, ...]
+    messages: tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """What happened to the rows of a data set. rows: read (after max_samples). dropped_overlong: longer than max_prompt_length tokens."""
+
+    rows: int
+    dropped_overlong: int
+    max_prompt_length: int
+
+    @property
+    def kept(self) -> int:
+        return self.rows - self.dropped_overlong
+
+    def __str__(self) -> str:
+        return f"{self.rows} rows read, {self.dropped_overlong} dropped for more than {self.max_prompt_length} prompt tokens"
+
+
+@dataclass(frozen=True)
+class _Row:
+    place: str  # file:line
+    data_source: str
+    messages: tuple[dict[str, Any], ...]
+
+
+def load_prompts(
+    files: Sequence[str | Path],
+    tokenizer: Any,
+    *,
+    prompt_key: str = "prompt",
+    max_prompt_length: int,
+    max_samples: int | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> tuple[list[Prompt], DataReport]:
+    """Read the first `max_samples` rows over all files and tokenise them; longer prompts than `max_prompt_length` are dropped and counted.
+
+    `tokenizer` is a transformers tokenizer; `template_kwargs` go to its chat template. ConfigError names file and line of a bad row,
+    and the counts when nothing is left.
+    """
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ConfigError(f"target.path: the tokenizer of {getattr(tokenizer, 'name_or_path', 'the target')} has no chat template")
+    rows = list(islice((row for file in files for row in _read(Path(file), prompt_key)), max_samples))
+    prompts, dropped = [], 0
+    for index, row in enumerate(rows):
+        ids = _apply_template(row, tokenizer, template_kwargs or {})
+        if len(ids) > max_prompt_length:
+            dropped += 1
+        else:
+            prompts.append(Prompt(str(index), row.data_source, ids, row.messages))
+    report = DataReport(len(rows), dropped, max_prompt_length)
+    if not prompts:
+        raise ConfigError(f"no prompt is left of {', '.join(map(str, files))}: {report}; raise data.max_prompt_length or use other files")
+    return prompts, report
+
+
+def _read(file: Path, prompt_key: str) -> Iterator[_Row]:
+    try:
+        with file.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield _parse(line, f"{file}:{number}", file.stem, prompt_key)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+
+
+def _parse(line: str, place: str, default_source: str, prompt_key: str) -> _Row:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{place}: not valid JSON ({error.msg} at column {error.colno})") from error
+    if not isinstance(row, dict):
+        raise ConfigError(f"{place}: a row must be a JSON object, not {type(row).__name__}")
+    if prompt_key not in row:
+        raise ConfigError(
+            f"{place}: row has no {prompt_key!r} (it has {', '.join(row) or 'nothing'}); data.prompt_key names the field to use"
+        )
+    messages = row[prompt_key]
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    if not (isinstance(messages, list) and messages and all(map(_is_message, messages))):
+        raise ConfigError(f"{place}: {prompt_key!r} must be a string or a non-empty list of messages with role and content")
+    source = row.get("data_source", default_source)
+    if not isinstance(source, str):
+        raise ConfigError(f"{place}: 'data_source' must be a string, not {source!r}")
+    return _Row(place, source, tuple(messages))
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
+
+
+def _apply_template(row: _Row, tokenizer: Any, kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+    try:
+        ids = tokenizer.apply_chat_template(list(row.messages), add_generation_prompt=True, tokenize=True, return_dict=False, **kwargs)
+    except (TemplateError, TypeError) as error:
+        raise ConfigError(f"{row.place}: the chat template refuses this prompt: {error}") from error
+    return tuple(ids)
