@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 
 from verl_opd.config.recipes import recipe_names
@@ -82,7 +81,6 @@ def _run_recipe(verb: str, recipe: str, overrides: list[str], print_only: bool, 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="verl-opd", description="Train speculative-decoding drafts on the states they really meet.")
-    parser.add_argument("--version", action="version", version=f"verl-opd {metadata.version('verl-opd')}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="verb")
     epilog = _OVERRIDES + ", ".join(recipe_names())
     for verb, text in _RECIPE_VERBS.items():

@@ -49,7 +49,7 @@ def test_template_switches_reach_the_template(tmp_path: Path, tokenizer: PreTrai
 
 def test_overlong_prompts_are_dropped_and_counted(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     file = _write(tmp_path / "a.jsonl", _user("x" * 50), _user("x"), _user("xx"))
-    (short, _), _ = load_prompts([file], tokenizer, max_prompt_length=100, max_samples=None)[0][1:], None
+    _, short, _ = load_prompts([file], tokenizer, max_prompt_length=100)[0]
     limit = len(short.prompt_ids)
     prompts, report = load_prompts([file], tokenizer, max_prompt_length=limit)
     assert [prompt.sample_id for prompt in prompts] == ["1"]  # a prompt of exactly the limit stays; rows keep their number
@@ -84,13 +84,20 @@ def test_nothing_left_after_filters(tmp_path: Path, tokenizer: PreTrainedTokeniz
         ({"prompt": [{"role": "user"}]}, "messages with role and content"),
         ({"prompt": 3}, "must be a string or"),
         ({"prompt": "x", "data_source": 3}, "'data_source' must be a string"),
-        ({"prompt": [{"role": "user", "content": {"a": 1}}]}, "chat template refuses"),
+        ({"prompt": [{"role": "user", "content": {"a": 1}}]}, "messages with role and content"),
     ],
 )
 def test_bad_rows_name_file_and_line(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, row: Any, reason: str) -> None:
     file = _write(tmp_path / "a.jsonl", _user("x"), "", row)
     with pytest.raises(ConfigError, match=rf"a\.jsonl:3: .*{reason}"):
         load_prompts([file], tokenizer, max_prompt_length=100)
+
+
+def test_what_the_chat_template_refuses_names_file_and_line(tmp_path: Path) -> None:
+    strict = tiny_tokenizer()
+    strict.chat_template = "{{ raise_exception('no system messages') }}"
+    with pytest.raises(ConfigError, match=r"a\.jsonl:1: the chat template refuses this prompt: no system messages"):
+        load_prompts([_write(tmp_path / "a.jsonl", _user("x"))], strict, max_prompt_length=100)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -114,7 +114,7 @@ def _parse(line: str, place: str, default_source: str, prompt_key: str) -> _Row:
 
 
 def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
+    return isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str | list)
 
 
 def _apply_template(row: _Row, tokenizer: Any, kwargs: Mapping[str, Any]) -> tuple[int, ...]:
