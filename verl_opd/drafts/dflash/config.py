@@ -75,8 +75,9 @@ def check(config: Mapping[str, Any], target: PretrainedConfig, num_speculative_t
     if layers is not None and layers != target.num_hidden_layers:
         raise ConfigError(f"draft does not fit the target: made for {layers} target layers, the target has {target.num_hidden_layers}")
     ids = dflash_key(config, "target_layer_ids")
-    if not ids or len(set(ids)) != len(ids) or not all(0 <= i < target.num_hidden_layers for i in ids):
-        raise ConfigError(f"target_layer_ids={ids} must be distinct layers in 0..{target.num_hidden_layers - 1} of the target")
+    if not ids or list(ids) != sorted(set(ids)) or not all(0 <= i < target.num_hidden_layers for i in ids):
+        # vLLM sorts its aux layers (interfaces.py _set_aux_hidden_state_layers), so another order would feed the draft permuted features
+        raise ConfigError(f"target_layer_ids={ids} must be ascending, distinct layers in 0..{target.num_hidden_layers - 1} of the target")
     block = dflash_key(config, "block_size")
     if block is None:
         raise ConfigError("draft config.json has no block_size")

@@ -1,0 +1,85 @@
+"""Agent loops: how one prompt becomes one sample. A multi-turn or tool loop is one more class here."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from verl_opd.data.prompts import Prompt
+from verl_opd.errors import ConfigError, RolloutError
+from verl_opd.opd.trace import RolloutSample, from_extra_fields
+from verl_opd.rollout.server import GenerateResult
+
+
+class Servers:
+    """The servers as an agent loop sees them: one call, routed."""
+
+    def __init__(self, servers: Sequence[Any], router: Any) -> None:
+        self._servers, self._router = servers, router
+
+    async def generate(self, session: str, request_id: str, prompt_ids: Sequence[int], sampling: dict[str, Any]) -> GenerateResult:
+        index = await self._router.acquire.remote(session)
+        try:
+            result: GenerateResult = await self._servers[index].generate.remote(request_id, prompt_ids, sampling)
+            return result
+        finally:
+            await self._router.release.remote(session)
+
+
+class AgentLoop(ABC):
+    """One instance serves all samples of a worker; `run` must not keep state between them."""
+
+    def __init__(self, servers: Servers) -> None:
+        self.servers = servers
+
+    @abstractmethod
+    async def run(self, prompt: Prompt, sampling: dict[str, Any], draft_version: int) -> RolloutSample: ...
+
+
+class SingleTurnAgentLoop(AgentLoop):
+    """One prompt, one response."""
+
+    async def run(self, prompt: Prompt, sampling: dict[str, Any], draft_version: int) -> RolloutSample:
+        result = await self.servers.generate(prompt.sample_id, f"{prompt.sample_id}-v{draft_version}", prompt.prompt_ids, sampling)
+        return RolloutSample(
+            sample_id=prompt.sample_id,
+            data_source=prompt.data_source,
+            prompt_ids=prompt.prompt_ids,
+            response_ids=result.token_ids,
+            trace=from_extra_fields(result.extra_fields, len(result.token_ids)),
+            draft_version=draft_version,
+            finish_reason=result.finish_reason,
+        )
+
+
+AGENT_LOOPS: dict[str, type[AgentLoop]] = {"single_turn": SingleTurnAgentLoop}
+
+
+def get_agent_loop(name: str) -> type[AgentLoop]:
+    if name not in AGENT_LOOPS:
+        raise ConfigError(f"rollout.agent.loop={name!r} is unknown; available: {', '.join(sorted(AGENT_LOOPS))}")
+    return AGENT_LOOPS[name]
+
+
+@ray.remote
+class AgentLoopWorker:
+    """Runs one agent loop per prompt, many at a time."""
+
+    def __init__(self, loop: str, servers: Sequence[Any], router: Any, max_concurrency: int) -> None:
+        self._loop = get_agent_loop(loop)(Servers(servers, router))
+        self._limit = asyncio.Semaphore(max_concurrency)
+
+    async def run(self, prompts: Sequence[Prompt], sampling: dict[str, Any], draft_version: int) -> list[RolloutSample]:
+        """One sample per prompt, in order; RolloutError with the sample id of the first that fails."""
+        return list(await asyncio.gather(*(self._one(prompt, sampling, draft_version) for prompt in prompts)))
+
+    async def _one(self, prompt: Prompt, sampling: dict[str, Any], draft_version: int) -> RolloutSample:
+        async with self._limit:
+            try:
+                return await self._loop.run(prompt, sampling, draft_version)
+            except Exception as error:
+                raise RolloutError(f"sample {prompt.sample_id}: {error}") from error

@@ -1,0 +1,156 @@
+"""Loads a pushed draft into a live drafter in place, and reads back what the engine really holds.
+
+vLLM's DFlash model fuses q/k/v and gate/up, and keeps a fused copy of all layers' K/V weights (`_fused_kv_weight`) that `load_weights`
+rebuilds. The rebuilt values are copied into the tensor that was there before, because captured graphs keep its address.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from verl_opd.drafts.snapshot import checksum
+
+_QKV = ("q_proj", "k_proj", "v_proj")
+_GATE_UP = ("gate_proj", "up_proj")
+_BORROWED = ("embed_tokens", "lm_head")
+_BUFFERS = ("_fused_kv_weight", "_fused_kv_bias", "_k_norm_weights")
+
+
+@contextmanager
+def unpacked_linears() -> Iterator[None]:
+    """While active, CPU linear layers keep their plain weight instead of a prepacked copy, so that it can be loaded again later.
+
+    Uses the skip flag that vLLM's UnquantizedLinearMethod honours on CPU; elsewhere it has no effect.
+    """
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    inner = UnquantizedLinearMethod.process_weights_after_loading
+
+    def process(self: Any, layer: nn.Module) -> None:
+        layer._cpu_skip_gemm_dispatch = True  # type: ignore[assignment]
+        inner(self, layer)
+
+    UnquantizedLinearMethod.process_weights_after_loading = process  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        UnquantizedLinearMethod.process_weights_after_loading = inner  # type: ignore[method-assign]
+
+
+def keep_drafts_loadable() -> None:
+    """Make every drafter of this process load its model with `unpacked_linears`; idempotent. The target keeps its fast path."""
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+
+    inner: Callable[[Any], nn.Module] = SpecDecodeBaseProposer._get_model
+    if getattr(inner, "opd_unpacked", False):
+        return
+
+    def get_model(self: Any) -> nn.Module:
+        with unpacked_linears():
+            return inner(self)
+
+    get_model.opd_unpacked = True  # type: ignore[attr-defined]
+    SpecDecodeBaseProposer._get_model = get_model  # type: ignore[method-assign]
+
+
+def draft_model(runner: Any) -> nn.Module:
+    """The live drafter's model; RuntimeError when the engine runs without speculation."""
+    drafter = getattr(runner, "drafter", None)
+    model = getattr(drafter, "model", None)
+    if model is None:
+        raise RuntimeError("the engine has no drafter: it was started without a speculative_config")
+    return model  # type: ignore[no-any-return]
+
+
+def live_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The draft's own parameters under public checkpoint names, as views into the engine's fused ones (tensor parallel size 1)."""
+    tensors: dict[str, Tensor] = {}
+    for full, parameter in model.named_parameters():
+        name = full.removeprefix("model.")
+        if name.startswith(_BORROWED) or name in ("mask_embedding", "draft_id_to_target_id"):
+            continue
+        module, _, leaf = name.rpartition(".")
+        if module.endswith("qkv_proj"):
+            attention = model.get_submodule("model." + module.rpartition(".")[0])
+            sizes = [attention.q_size, attention.kv_size, attention.kv_size]
+            parts = zip(_QKV, parameter.split(sizes), strict=True)
+            tensors.update({f"{module.removesuffix('qkv_proj')}{part}.{leaf}": value for part, value in parts})
+        elif module.endswith("gate_up_proj"):
+            parts = zip(_GATE_UP, parameter.chunk(2), strict=True)
+            tensors.update({f"{module.removesuffix('gate_up_proj')}{part}.{leaf}": value for part, value in parts})
+        else:
+            tensors[name] = parameter
+    return tensors
+
+
+class DraftLoader:
+    """Holds what is loaded: version, checksum. Refuses anything that is not exactly the draft, before a single byte is changed."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self.version = -1  # as loaded from the draft directory; nothing pushed yet
+
+    def load(self, path: str, version: int, expected_checksum: str) -> dict[str, Any]:
+        """Load the safetensors file `path` and return the read-back; ValueError, with the old draft untouched, when it does not fit."""
+        model = draft_model(self._runner)
+        tensors = load_file(path)
+        self._check(model, tensors, expected_checksum, path)
+        inner = model.model
+        assert isinstance(inner, nn.Module)
+        before = {name: getattr(inner, name, None) for name in _BUFFERS}
+        with torch.no_grad():
+            model.load_weights(iter(tensors.items()))  # type: ignore[operator]
+            for name, old in before.items():
+                new = getattr(inner, name, None)
+                if isinstance(old, Tensor) and isinstance(new, Tensor) and new is not old:
+                    old.copy_(new)
+                    setattr(inner, name, old)
+        self.version = version
+        return self.read_back()
+
+    def _check(self, model: nn.Module, tensors: Mapping[str, Tensor], expected_checksum: str, path: str) -> None:
+        live = live_tensors(model)
+        problems = [f"{name} belongs to the frozen target" for name in tensors if name.removeprefix("model.").startswith(_BORROWED)]
+        problems += [f"missing {name}" for name in sorted(live.keys() - tensors.keys())]
+        problems += [f"unexpected {name}" for name in sorted(tensors.keys() - live.keys())]
+        problems += [
+            f"{name} is {tuple(tensors[name].shape)} {tensors[name].dtype}, the engine holds {tuple(live[name].shape)}"
+            for name in sorted(live.keys() & tensors.keys())
+            if tensors[name].shape != live[name].shape or tensors[name].dtype != torch.bfloat16
+        ]
+        if not problems and (found := checksum(tensors)) != expected_checksum:
+            problems.append(f"checksum of the file is {found}, announced was {expected_checksum}")
+        if problems:
+            raise ValueError(f"draft push refused, {Path(path).name}: {'; '.join(problems[:8])}")
+
+    def read_back(self) -> dict[str, Any]:
+        """version, checksum and count of the tensors the engine computes with, in bf16; and whether its fused K/V copy agrees with them."""
+        model = draft_model(self._runner)
+        live = {name: tensor.detach().to(torch.bfloat16) for name, tensor in live_tensors(model).items()}
+        return {
+            "version": self.version,
+            "checksum": checksum(live),
+            "tensors": len(live),
+            "fused_consistent": _fused_consistent(model.model),  # type: ignore[arg-type]
+        }
+
+
+def _fused_consistent(inner: nn.Module) -> bool:
+    fused = getattr(inner, "_fused_kv_weight", None)
+    if fused is None:
+        return True
+    layers: Any = inner.layers
+    rebuilt = torch.cat([layer.self_attn.qkv_proj.weight[layer.self_attn.q_size :] for layer in layers], dim=0)
+    return torch.equal(fused, rebuilt)
+
+
+def target_checksum(runner: Any) -> str:
+    """Digest of every parameter of the frozen target that the engine holds as a tensor."""
+    return checksum({name: parameter for name, parameter in runner.get_model().named_parameters() if parameter.numel()})

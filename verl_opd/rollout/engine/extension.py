@@ -1,0 +1,86 @@
+"""The vLLM worker extension: what the server reaches through `collective_rpc`. Names carry a prefix, because vLLM refuses clashes."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+from verl_opd.rollout.engine.draft_loader import DraftLoader, draft_model, keep_drafts_loadable, target_checksum
+from verl_opd.rollout.engine.recorder import VerifyRecorder
+from verl_opd.rollout.engine.seams import DraftingSwitch, attach_recorder
+
+
+class OpdWorkerExtension:
+    """Mixed into the engine worker (EngineArgs.worker_extension_cls). Everything it returns is plain data, so no pickle is needed.
+
+    Construction happens before the models load and must not raise: a failure is kept and reported by the start-up probe.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        worker: Any = object.__new__(cls)
+        worker.opd_failure = ""
+        try:
+            keep_drafts_loadable()
+        except Exception:  # raising here would kill the engine core without a word
+            worker.opd_failure = traceback.format_exc(limit=3)
+        return worker
+
+    def opd_install(self: Any) -> dict[str, Any]:
+        """Attach recorder, loader and switch to the live runner; returns the facts that the probe compares."""
+        if self.opd_failure:
+            return {"failure": self.opd_failure}
+        try:
+            runner = self.model_runner
+            self.opd_recorder = VerifyRecorder()
+            seam = attach_recorder(runner, self.opd_recorder)
+            self.opd_loader = DraftLoader(runner)
+            self.opd_switch = DraftingSwitch(runner)
+            return {"failure": "", "seam": seam, **_drafter_facts(runner)}
+        except Exception as error:  # reported by the probe, which stops the run with it
+            return {"failure": f"{type(error).__name__}: {error}"}
+
+    def opd_pop_traces(self: Any, external_ids: list[str]) -> dict[str, Any]:
+        popped: dict[str, Any] = self.opd_recorder.pop(external_ids)
+        return popped
+
+    def opd_load_draft(self: Any, path: str, version: int, checksum: str) -> dict[str, Any]:
+        try:
+            report: dict[str, Any] = self.opd_loader.load(path, version, checksum)
+        except Exception as error:  # as data: an exception would end the engine, and the old draft still serves
+            return {"error": f"{type(error).__name__}: {error}", **self.opd_loader.read_back()}
+        return {"error": "", **report}
+
+    def opd_read_back(self: Any) -> dict[str, Any]:
+        report: dict[str, Any] = self.opd_loader.read_back()
+        return report
+
+    def opd_target_checksum(self: Any) -> str:
+        return target_checksum(self.model_runner)
+
+    def opd_set_drafting(self: Any, enabled: bool) -> bool:
+        return bool(self.opd_switch.set(enabled))
+
+    def opd_set_recording(self: Any, enabled: bool) -> None:
+        self.opd_recorder.enabled = enabled
+
+    def opd_stats(self: Any) -> dict[str, Any]:
+        stats: dict[str, Any] = self.opd_recorder.stats()
+        return stats
+
+
+def _drafter_facts(runner: Any) -> dict[str, Any]:
+    """What the engine will really draft with, read from live objects rather than from what we asked for."""
+    model = draft_model(runner)
+    drafter = runner.drafter
+    target = runner.get_model()
+    core = getattr(target, "model", target)
+    aux = getattr(core, "aux_hidden_state_layers", ())
+    return {
+        "method": runner.speculative_config.method,
+        "num_speculative_tokens": int(runner.speculative_config.num_speculative_tokens),
+        "mask_token_id": int(drafter.parallel_drafting_token_id),
+        "aux_layer_ids": [int(i) for i in aux],
+        "draft_class": type(model).__name__,
+        "runner_class": type(runner).__name__,
+        "async_scheduling": bool(getattr(runner, "use_async_scheduling", False)),
+    }

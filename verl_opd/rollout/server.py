@@ -1,0 +1,309 @@
+"""One vLLM engine with frozen target and live draft: token ids in, token ids and verify trace out; OpenAI-compatible HTTP beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import socket
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+
+from verl_opd.drafts.snapshot import DraftSnapshot
+from verl_opd.errors import RolloutError
+from verl_opd.opd.trace import check_trace, to_extra_fields, trace_from_events
+from verl_opd.process import redirect_output
+from verl_opd.targets.layers import vllm_aux_layer_id
+
+EXTENSION = "verl_opd.rollout.engine.extension.OpdWorkerExtension"
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What one engine needs to start; see the `rollout` section of the configuration. cpu_cores: cores to pin to, empty = not pinned."""
+
+    target_path: str
+    target_dtype: str
+    draft_path: str
+    method: str
+    num_speculative_tokens: int
+    target_layer_ids: tuple[int, ...]
+    mask_token_id: int
+    max_model_len: int
+    max_num_seqs: int
+    device: str = "cpu"
+    trust_remote_code: bool = False
+    gpu_memory_utilization: float = 0.4
+    enforce_eager: bool = True
+    kv_cache_gb: float | None = None
+    cpu_cores: tuple[int, ...] = ()
+    seed: int = 0
+    log_path: str | None = None
+    http_port: int = 0  # 0 = a free one from the kernel
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class GenerateResult:
+    """token_ids: the response. finish_reason: stop | length | abort. extra_fields: the `dflash_*` wire form of its verify trace."""
+
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    extra_fields: dict[str, Any]
+
+
+def engine_environment(settings: EngineSettings) -> dict[str, str | None]:
+    """Variables to set (None = remove) before vLLM is imported. The recorder knows the V1 runner's seam, so V1 is chosen where both exist."""
+    env: dict[str, str | None] = {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")}
+    if settings.device == "cpu":
+        env["OMP_NUM_THREADS"] = None  # Ray sets it to 1, which the engine would obey
+        env["VLLM_CPU_KVCACHE_SPACE"] = str(settings.kv_cache_gb or 1)
+        if settings.cpu_cores:
+            env["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, settings.cpu_cores))
+    if settings.device == "npu":
+        env["VLLM_ASCEND_ENABLE_NZ"] = "0"
+    return env
+
+
+def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
+    """Keyword arguments of vLLM's AsyncEngineArgs; `engine_kwargs` come last, JSON strings among them parsed."""
+    arguments: dict[str, Any] = {
+        "model": settings.target_path,
+        "dtype": settings.target_dtype,
+        "trust_remote_code": settings.trust_remote_code,
+        "load_format": "auto",  # draft-only sync never streams the target, so it must really be loaded
+        "speculative_config": {
+            "method": settings.method,
+            "model": settings.draft_path,
+            "num_speculative_tokens": settings.num_speculative_tokens,
+        },
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        "enforce_eager": settings.enforce_eager,
+        "seed": settings.seed,
+        "disable_log_stats": False,
+        "worker_extension_cls": EXTENSION,
+    }
+    if settings.device != "cpu":
+        arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
+        arguments["enable_sleep_mode"] = True
+    for name, value in settings.engine_kwargs.items():
+        arguments[name] = json.loads(value) if isinstance(value, str) and value[:1] in "{[" else value
+    return arguments
+
+
+class RolloutEngine:
+    """The engine of one student worker. All methods are coroutines of one event loop."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        if settings.log_path:
+            redirect_output(settings.log_path)
+        self._settings = settings
+        self._asleep = False
+        self._finished: dict[str, asyncio.Future[list[Any] | None]] = {}
+        self._popper: asyncio.Task[None] | None = None
+        self._key = secrets.token_urlsafe(32)
+        self._url = ""
+
+    # -- life ------------------------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> dict[str, Any]:
+        """Start engine and HTTP, attach the recorder and probe everything; the probe's facts. RolloutError names what is missing."""
+        started = time.monotonic()
+        for name, value in engine_environment(self._settings).items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        listener = self._listen()
+        try:
+            self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(self._settings)))
+        except Exception as error:
+            listener.close()
+            raise RolloutError(f"the engine did not start ({type(error).__name__}: {error}); log: {self._settings.log_path}") from error
+        await self._serve_http(listener)
+        facts = await self._probe()
+        return {**facts, "url": self._url, "seconds": time.monotonic() - started}
+
+    def _listen(self) -> socket.socket:
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", self._settings.http_port))
+        except OSError as error:
+            listener.close()
+            raise RolloutError(f"port {self._settings.http_port} on 127.0.0.1 is taken ({error.strerror}): choose another, or 0 for a free one") from error
+        self._url = "http://{}:{}".format(*listener.getsockname())
+        return listener
+
+    async def _serve_http(self, listener: socket.socket) -> None:
+        """vLLM's own OpenAI-compatible app over this engine, on loopback, behind a generated key (/health stays open)."""
+        import uvicorn
+        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+        from vllm.entrypoints.launchers.app import build_app
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", self._settings.target_path])
+        args.api_key = [self._key]
+        args.disable_log_stats = False
+        args.disable_fastapi_docs = True
+        tasks = await self._engine.get_supported_tasks()
+        app = build_app(args, tasks, self._engine.model_config)
+        await init_app_state(self._engine, app.state, args, tasks)
+        config = uvicorn.Config(app, log_level="warning", lifespan="off", access_log=False)
+        self._http = uvicorn.Server(config)
+        self._http.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+        self._http_task = asyncio.create_task(self._http.serve(sockets=[listener]))
+
+    async def _probe(self) -> dict[str, Any]:
+        facts: dict[str, Any] = (await self._rpc("opd_install"))[0]
+        if facts["failure"]:
+            raise RolloutError(f"start-up probe: {facts['failure']}")
+        want = {
+            "method": self._settings.method,
+            "num_speculative_tokens": self._settings.num_speculative_tokens,
+            "mask_token_id": self._settings.mask_token_id,
+            "aux_layer_ids": [vllm_aux_layer_id(i) for i in self._settings.target_layer_ids],
+        }
+        wrong = [f"{name} is {facts[name]!r} in the engine, configured {value!r}" for name, value in want.items() if facts[name] != value]
+        if wrong:
+            raise RolloutError(f"start-up probe: {'; '.join(wrong)}")
+        tokens = self._settings.num_speculative_tokens + 3
+        result = await self.generate(f"probe-{uuid.uuid4().hex}", (1, 2, 3), {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True})
+        if not result.extra_fields["dflash_num_verify_steps"]:
+            stats = await self.recorder_stats()
+            raise RolloutError(f"start-up probe: {len(result.token_ids)} tokens were generated and no verify step was recorded ({stats})")
+        return facts
+
+    async def stop(self) -> None:
+        """End HTTP and engine; nothing of them is left running."""
+        self._http.should_exit = True
+        await self._http_task
+        self._engine.shutdown()
+
+    # -- generation ------------------------------------------------------------------------------------------------------------------
+
+    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: dict[str, Any]) -> GenerateResult:
+        """One response. `sampling` holds fields of vLLM's SamplingParams. RolloutError while asleep, or when the trace does not explain it."""
+        token_ids, finish = await self._tokens(request_id, prompt_ids, sampling)
+        if finish == "abort":
+            return GenerateResult(token_ids, finish, to_extra_fields(trace_from_events([], 0)))
+        events = await self._pop(request_id)
+        if events is None:
+            raise RolloutError(f"request {request_id}: the recorder never saw it ({await self.recorder_stats()})")
+        trace = trace_from_events(events, len(token_ids))
+        try:
+            check_trace(trace, token_ids)
+        except ValueError as error:
+            raise RolloutError(f"request {request_id}: its verify trace does not explain the response: {error}") from error
+        return GenerateResult(token_ids, finish, to_extra_fields(trace))
+
+    async def generate_tokens(self, prompts: Sequence[Sequence[int]], sampling: dict[str, Any]) -> int:
+        """Generate without collecting traces, all prompts at once; the number of tokens (for throughput measurements)."""
+        names = [f"bench-{uuid.uuid4().hex}" for _ in prompts]
+        done = await asyncio.gather(*(self._tokens(name, prompt, sampling) for name, prompt in zip(names, prompts, strict=True)))
+        await self._rpc("opd_pop_traces", names)
+        return sum(len(tokens) for tokens, _ in done)
+
+    async def _tokens(self, request_id: str, prompt_ids: Sequence[int], sampling: dict[str, Any]) -> tuple[tuple[int, ...], str]:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        if self._asleep:
+            raise RolloutError(f"request {request_id}: the engine is asleep; wake its weights and KV cache first")
+        parameters = SamplingParams(**sampling, output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False)
+        final = None
+        async for output in self._engine.generate({"prompt_token_ids": list(prompt_ids)}, parameters, request_id):
+            final = output
+        if final is None:
+            raise RolloutError(f"request {request_id}: the engine returned nothing")
+        completion = final.outputs[0]
+        return tuple(completion.token_ids), completion.finish_reason or "abort"
+
+    async def _pop(self, request_id: str) -> list[Any] | None:
+        """This request's events; requests that finish together share one `collective_rpc`."""
+        future = self._finished.setdefault(request_id, asyncio.get_running_loop().create_future())
+        if self._popper is None or self._popper.done():
+            self._popper = asyncio.create_task(self._pop_all())
+        return await future
+
+    async def _pop_all(self) -> None:
+        while self._finished:
+            batch, self._finished = self._finished, {}
+            try:
+                parts = await self._rpc("opd_pop_traces", list(batch))
+            except Exception as error:
+                for future in batch.values():
+                    future.set_exception(error)
+                return
+            for request_id, future in batch.items():
+                future.set_result(parts[0][request_id])
+
+    # -- phases and weights ----------------------------------------------------------------------------------------------------------
+
+    async def sleep(self, level: int) -> None:
+        """Stop taking requests and release memory where the device can (level 1: host copy kept; 0: nothing is released). Idempotent."""
+        if self._asleep:
+            return
+        self._asleep = True
+        if level > 0:
+            await self._engine.sleep(level)
+
+    async def wake(self, tags: list[str]) -> None:
+        """Map `weights`, then `kv_cache`, again; requests are taken once the KV cache is back. Idempotent."""
+        if self._settings.device != "cpu" and self._asleep:
+            await self._engine.wake_up(tags)
+        if "kv_cache" in tags:
+            self._asleep = False
+
+    async def load_draft(self, snapshot: DraftSnapshot) -> dict[str, Any]:
+        """Load `snapshot` into the live drafter; per worker: error (empty when loaded), and version, checksum, tensors as read back."""
+        reports = await self._rpc("opd_load_draft", snapshot.path, snapshot.version, snapshot.checksum)
+        return {"workers": reports}
+
+    async def read_back(self) -> dict[str, Any]:
+        report: dict[str, Any] = (await self._rpc("opd_read_back"))[0]
+        return report
+
+    async def target_checksum(self) -> str:
+        return str((await self._rpc("opd_target_checksum"))[0])
+
+    async def reset_prefix_cache(self) -> None:
+        if not await self._engine.reset_prefix_cache():
+            raise RolloutError("the engine did not reset its prefix cache: requests are still running")
+
+    async def set_drafting(self, enabled: bool) -> bool:
+        """Turn proposals on or off, with no request in flight; False when this engine cannot."""
+        done = all(await self._rpc("opd_set_drafting", enabled))
+        await self.reset_prefix_cache()
+        return done
+
+    async def set_recording(self, enabled: bool) -> None:
+        await self._rpc("opd_set_recording", enabled)
+
+    async def recorder_stats(self) -> dict[str, Any]:
+        stats: dict[str, Any] = (await self._rpc("opd_stats"))[0]
+        return stats
+
+    async def http_address(self) -> tuple[str, str]:
+        """(base URL, API key) of the OpenAI-compatible server."""
+        return self._url, self._key
+
+    async def _rpc(self, method: str, *args: Any) -> list[Any]:
+        results: list[Any] = await self._engine.collective_rpc(method, args=args)
+        return results
+
+
+@ray.remote(max_concurrency=1024)
+class RolloutServer(RolloutEngine):
+    """RolloutEngine as a Ray actor."""
