@@ -21,15 +21,16 @@ def _import_package(name: str) -> None:
 
 def _import_models() -> None:
     """Model classes import lazily: naming one is what finds a torchvision that does not fit."""
-    from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen3ForCausalLM
+    import transformers
 
-    assert AutoModelForCausalLM and LlamaForCausalLM and Qwen3ForCausalLM
+    for name in ("AutoModelForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM"):
+        getattr(transformers, name)
 
 
 def _import_engine() -> None:
-    from vllm import AsyncEngineArgs
+    import vllm
 
-    assert AsyncEngineArgs
+    vllm.AsyncEngineArgs  # noqa: B018  (resolving the name is the check)
 
 
 def _torch_is_cpu_build() -> None:
@@ -39,8 +40,8 @@ def _torch_is_cpu_build() -> None:
         raise ImportError(f"torch {torch.__version__} is a CUDA build; the cpu extra needs a +cpu build (remove .venv and install again)")
 
 
-def _checks(extras: set[str], quick: bool) -> dict[str, Callable[[], None]]:
-    checks: dict[str, Callable[[], None]] = {name: lambda name=name: _import_package(name) for name in QUICK}
+def _checks(extras: set[str], quick: bool) -> dict[str, Callable[[], object]]:
+    checks: dict[str, Callable[[], object]] = {name: lambda name=name: _import_package(name) for name in QUICK}
     if "cpu" in extras:
         checks["torch build"] = _torch_is_cpu_build
     if not quick:
@@ -62,7 +63,8 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="only what takes a few seconds")
     options = parser.parse_args()
     extras = set(options.extras.split(","))
-    for name, run in _checks(extras, options.quick).items():
+    checks = {**_checks(extras, options.quick), "installed packages": lambda: _versions(extras)}
+    for name, run in checks.items():
         try:
             run()
         except Exception as error:  # whatever a broken package raises on import is the answer

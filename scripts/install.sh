@@ -58,20 +58,21 @@ upgrade_pip() {
 
 # The CPU build of vLLM needs the +cpu build of torch. An index that mirrors it serves it by itself; PyPI does not, PyTorch's own index does.
 install_package() {
-    local log
+    say "installing verl-opd[$extras] (a few GB the first time, some minutes)"
     log=$(mktemp)
-    say "installing verl-opd[$extras] (a few GB the first time)"
-    if "$python" -m pip install -e ".[$extras]" 2>&1 | tee "$log" | grep -E '^(Successfully|Building|ERROR)' ; then
-        rm -f "$log"
-    elif grep -qE 'torch==[^ ]*\+cpu' "$log" && [[ ,$extras, == *,cpu,* ]]; then
-        rm -f "$log"
+    trap 'rm -f "$log"' EXIT
+    pip_install && return
+    if [[ ,$extras, == *,cpu,* ]] && grep -qE 'torch==[^ ]*\+cpu' "$log"; then
         say "the configured index has no CPU build of torch; taking it from $torch_cpu_index"
-        "$python" -m pip install --progress-bar off --extra-index-url "$torch_cpu_index" -e ".[$extras]"
-    else
-        tail -n 20 "$log" >&2
-        rm -f "$log"
-        die "pip could not install verl-opd[$extras]; its last lines are above"
+        pip_install --extra-index-url "$torch_cpu_index" && return
     fi
+    tail -n 20 "$log" >&2
+    die "pip could not install verl-opd[$extras]; its last lines are above"
+}
+
+# Shows only the large downloads; everything goes to $log.
+pip_install() {
+    "$python" -m pip install --progress-bar off "$@" -e ".[$extras]" 2>&1 | tee "$log" | sed -unE 's/^ *Downloading ([^ ]+) \(([0-9.]+ [MG]B)\).*/  \1 \2/p'
 }
 
 # torchvision, torchaudio and torchcodec come along as CUDA builds, which break `import transformers` beside the CPU torch.
@@ -91,8 +92,9 @@ make_venv
 python=$venv/bin/python
 stamp=$venv/.verl-opd-installed
 wanted="$extras $(cat pyproject.toml scripts/install.sh | sha256sum | cut -d' ' -f1) $("$python" -V)"
-if [[ -f $stamp && $(<"$stamp") == "$wanted" ]] && check --quick; then
-    exit 0
+if [[ -f $stamp && $(<"$stamp") == "$wanted" ]]; then
+    check --quick && exit 0
+    say "the finished install does not work any more; installing again"
 fi
 rm -f "$stamp"
 upgrade_pip
