@@ -71,7 +71,7 @@ class RolloutConfig:
     max_model_len: int | None = None  # null = max_prompt_length + max_response_length + K + 1
     gpu_memory_utilization: float = 0.4
     enforce_eager: bool = True
-    kv_cache_gb: float | None = None  # CPU only: KV cache size per replica
+    kv_cache_gb: int | None = None  # CPU only: KV cache size per replica
     engine_kwargs: dict[str, Any] = field(default_factory=dict)  # any vLLM engine argument
     start_timeout: float = 600.0  # seconds for an engine to come up
     request_timeout: float = 1800.0  # seconds for one response

@@ -30,7 +30,8 @@ from verl_opd.drafts import get_family
 from verl_opd.errors import ConfigError
 from verl_opd.rollout.server import EngineSettings
 from verl_opd.targets.hf import check_target_supported
-from verl_opd.training.checkpoint import CheckpointStore, resolve_resume
+from verl_opd.targets.tokens import check_mask_token
+from verl_opd.training.checkpoint import CheckpointStore, check_identity, resolve_resume
 
 
 @dataclass
@@ -73,7 +74,8 @@ def prepare(cfg: Config) -> Plan:
     else:
         draft_config = family.derive_config(target_config, cfg.draft, tokens)
     family.check(draft_config, target_config, tokens, cfg.draft.allow_block_size_mismatch)
-    family.check_mask_token(family.mask_token_id(draft_config), tokenizer, target_config)
+    if cfg.draft.path is None:
+        check_mask_token(family.mask_token_id(draft_config), tokenizer, target_config.vocab_size)
 
     data = cfg.data
     train, report = load_prompts(
@@ -169,6 +171,7 @@ def train(cfg: Config, argv: list[str]) -> None:
     loader = PromptLoader(plan.train, cfg.data.train_batch_size, cfg.data.shuffle, cfg.data.seed)
     progress = Progress()
     if checkpoint is not None:
+        check_identity(checkpoint, plan.identity)
         state = store.read_state(checkpoint)
         loader.load_state(state["data"])
         progress = Progress.from_state(state["progress"])

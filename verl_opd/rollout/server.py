@@ -41,7 +41,7 @@ class EngineSettings:
     trust_remote_code: bool = False
     gpu_memory_utilization: float = 0.4
     enforce_eager: bool = True
-    kv_cache_gb: float | None = None
+    kv_cache_gb: int | None = None
     cpu_cores: tuple[int, ...] = ()
     seed: int = 0
     log_path: str | None = None
