@@ -75,6 +75,7 @@ def test_what_works_passes(recipe: str, overrides: list[str]) -> None:
         (["data.train_files=[nowhere/a.jsonl]"], ["data.train_files", "nowhere/a.jsonl", "does not exist"]),
         (["data.val_files.gsm8k=b.jsonl"], ["data.val_files.gsm8k", "b.jsonl", "does not exist"]),
         (["target.path=/no/such/model"], ["target.path=/no/such/model", "does not exist"]),
+        (["target.path=/no/cache/SmolLM2-135M-Instruct"], ["does not exist", "make quickstart"]),
         (["target.path=./model"], ["target.path=./model", "does not exist"]),
         (["draft.path=runs/a/b"], ["draft.path=runs/a/b", "does not exist"]),
         (["rollout.num_speculative_tokens=8", "draft.block_size=8"], ["num_speculative_tokens=8", "block_size=8", "at most 7"]),
@@ -95,6 +96,7 @@ def test_what_works_passes(recipe: str, overrides: list[str]) -> None:
         (["rollout.engine_kwargs.worker_extension_cls=a.B"], ["rollout.engine_kwargs.worker_extension_cls='a.B'"]),
         (["rollout.engine_kwargs.max_model_len=99"], ["rollout.engine_kwargs.max_model_len=99", "rollout.max_model_len"]),
         (["rollout.engine_kwargs.tensor_parallel_size=2"], ["tensor_parallel_size=2", "one engine", "trainer.n_student_workers"]),
+        (["rollout.engine_kwargs.load_format=dummy"], ["load_format='dummy'", "random weights"]),
         (["rollout.max_model_len=1031"], ["rollout.max_model_len=1031", "= 1032"]),
         (
             ["opd.response_stream_weight=0", "opd.rejected_stream_weight=0"],

@@ -106,6 +106,8 @@ OWNED_ENGINE_KWARGS: dict[str, str] = {
     "enable_sleep_mode": "nothing: the phases of the loop need it as it is",
     "served_model_name": "nothing: the server answers to target.path",
 }
+_QUICKSTART_TARGET = "/SmolLM2-135M-Instruct"
+_PREPARE = "`make quickstart` or `python -m verl_opd.targets.prepare` makes this one"
 _PARALLEL_KWARGS = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
 
@@ -167,7 +169,8 @@ def _check_files(cfg: Config) -> None:
         if Path(model).exists():
             raise ConfigError(f"{key}={model} is a file: name the directory that holds config.json")
         if not re.fullmatch(r"[\w.-]*\w[\w.-]*(/[\w.-]+)?", model):
-            raise ConfigError(f"{key}={model} does not exist: name a directory in HF format, or a model id of a hub")
+            hint = f"; {_PREPARE}" if model.endswith(_QUICKSTART_TARGET) else ""
+            raise ConfigError(f"{key}={model} does not exist: name a directory in HF format, or a model id of a hub{hint}")
 
 
 def _check_draft(cfg: Config) -> None:
@@ -218,6 +221,10 @@ def _check_rollout(cfg: Config) -> None:
         if name in OWNED_ENGINE_KWARGS:
             decides = OWNED_ENGINE_KWARGS[name]
             raise ConfigError(f"rollout.engine_kwargs.{name}={value!r} is set by the rollout server; what decides it: {decides}")
+        if name == "load_format" and value == "dummy":
+            raise ConfigError(
+                "rollout.engine_kwargs.load_format='dummy' gives the target random weights, which no sync replaces: remove it"
+            )
         if name in _PARALLEL_KWARGS and value != 1:
             raise ConfigError(
                 f"rollout.engine_kwargs.{name}={value!r} must be 1: every student worker runs one engine on one device; "
