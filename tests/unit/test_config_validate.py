@@ -9,8 +9,11 @@ import pytest
 from verl_opd.config.keys import is_known
 from verl_opd.config.load import load_config
 from verl_opd.config.validate import CHOICES, validate
+from verl_opd.controller.trackers import TRACKERS
+from verl_opd.devices import DEVICES
 from verl_opd.errors import ConfigError
 from verl_opd.opd.losses import REJECTED_LOSSES, RESPONSE_LOSSES
+from verl_opd.rollout.agent_loop import AGENT_LOOPS
 
 
 @pytest.fixture
@@ -47,6 +50,7 @@ def test_what_works_passes(recipe: str, overrides: list[str]) -> None:
     ("overrides", "parts"),
     [
         (["opd.convention=upstream"], ["opd.convention='upstream'", "exact, draft_opd"]),
+        (["rollout.agent.loop=tools"], ["rollout.agent.loop='tools'", "single_turn"]),
         (["opd.response_span=line"], ["opd.response_span='line'", "segment, block"]),
         (["opd.response_loss=k3"], ["opd.response_loss='k3'", "full_forward_kl"]),
         (["opd.rejected_loss=tv"], ["opd.rejected_loss='tv'", "k3"]),
@@ -123,4 +127,7 @@ def test_a_model_path_that_is_a_file(recipe: str) -> None:
 def test_choices_are_those_of_the_code_that_reads_them() -> None:
     assert CHOICES["opd.response_loss"] == CHOICES["warmup.loss"] == RESPONSE_LOSSES
     assert CHOICES["opd.rejected_loss"] == REJECTED_LOSSES
+    assert set(CHOICES["rollout.agent.loop"]) == set(AGENT_LOOPS)
+    assert CHOICES["trainer.logger"] == TRACKERS
+    assert set(CHOICES["trainer.device"]) == {"auto", *DEVICES}
     assert all(map(is_known, CHOICES))

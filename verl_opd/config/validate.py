@@ -17,6 +17,7 @@ _RESPONSE_LOSSES = ("forward_kl", "full_forward_kl", "cross_entropy")
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "target.dtype": ("bfloat16", "float32", "float16"),
+    "rollout.agent.loop": ("single_turn",),
     "opd.convention": ("exact", "draft_opd"),
     "opd.response_span": ("segment", "block"),
     "opd.response_loss": _RESPONSE_LOSSES,
