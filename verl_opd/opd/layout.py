@@ -1,7 +1,7 @@
-"""The one place for token alignment: from samples and block plans to padded tensors and back.
+"""The one place for token alignment: from samples and block plans to padded tensors.
 
-Full-sequence index of response position r is P + r (prompt length P). A block anchored at full index F has B slots; slot j (0 = the anchor
-itself) has position id F + j and predicts the token at F + j, so there is no shift inside a block. The target scores that same token with its
+Full-sequence index of response position r is P + r (prompt length P). A block anchored at full index F has B slots; slot j (0 = the
+anchor itself) has position id F + j and predicts the token at F + j: no shift inside a block. The target scores that same token with its
 row F + j - 1, as every causal language model does. The block's context is the target features of positions strictly before F.
 """
 
@@ -27,15 +27,17 @@ def full_anchor(prompt_len: int, anchor: int) -> int:
 class Stream:
     """Supervised slots of one loss stream, flat over the micro-batch (M entries, int64 unless said).
 
-    sample [M]; slot [M]: index n*B + j into the sample's N*B draft slots; target_row [M]: index into S of the target row that scores the same
-    token; token [M]; offset [M]: j, 1-based; teacher_logprob [M] float32: recorded by the engine (refused stream), else empty.
+    sample [M]: row of the micro-batch. slot [M]: n*B + j, index into the sample's N*B draft slots. token [M]. offset [M]: j, 1-based.
+    Response stream: target_row [M], index into the sample's S target rows, the one that scores the same token.
+    Refused stream: teacher_logprob [M] float32 as the engine recorded it, on the draft's own prefix, which no row of the response has seen.
+    The field of the other stream is empty.
     """
 
     sample: Tensor
     slot: Tensor
-    target_row: Tensor
     token: Tensor
     offset: Tensor
+    target_row: Tensor
     teacher_logprob: Tensor
 
 
@@ -43,7 +45,7 @@ class Stream:
 class Layout:
     """A padded micro-batch of b samples.
 
-    input_ids [b, S] int64 right-padded with 0; lengths [b]; anchors [b, N] int64 full-sequence indices (0 where padded);
+    input_ids [b, S] int64 right-padded with 0; lengths [b] int64; anchors [b, N] int64 full-sequence indices (0 where padded);
     block_keep [b, N] bool; block_size B.
     """
 
@@ -57,88 +59,111 @@ class Layout:
 
     @property
     def context_len(self) -> int:
-        """Positions that any block can see: features from here on are never used."""
-        return int(self.anchors.max()) if self.block_keep.any() else 0
+        """Leading positions that some block can see: features from here on are never used."""
+        return int(self.anchors.max())
 
 
 def build_layout(items: Sequence[TrainItem], device: torch.device | str = "cpu") -> Layout:
-    """Pad `items` (same block size, at least one) into tensors on `device`."""
+    """Pad `items` (same block size, at least one) into tensors on `device`. ValueError for a plan that does not fit its sample."""
     sizes = {item.plan.block_size for item in items}
     if len(sizes) != 1:
         raise ValueError(f"a micro-batch needs one block size, got {sorted(sizes)}")
-    block_size = sizes.pop()
-    lengths = [len(item.prompt_ids) + len(item.response_ids) for item in items]
+    lengths = [_length(item) for item in items]
+    blocks = max(_blocks(item) for item in items)
     input_ids = torch.zeros(len(items), max(lengths), dtype=torch.long)
-    blocks = max(1, *(len(item.plan.anchors) for item in items))
     anchors = torch.zeros(len(items), blocks, dtype=torch.long)
     keep = torch.zeros(len(items), blocks, dtype=torch.bool)
     for row, item in enumerate(items):
         input_ids[row, : lengths[row]] = torch.tensor(item.prompt_ids + item.response_ids)
         count = len(item.plan.anchors)
-        anchors[row, :count] = torch.tensor([_checked_anchor(item, a) for a in item.plan.anchors], dtype=torch.long)
+        anchors[row, :count] = torch.tensor([_checked_anchor(item, anchor) for anchor in item.plan.anchors], dtype=torch.long)
         keep[row, :count] = True
-    response = _stream(items, "response")
-    refused = _stream(items, "refused")
     return Layout(
-        input_ids.to(device),
-        torch.tensor(lengths, device=device),
-        anchors.to(device),
-        keep.to(device),
-        block_size,
-        _to(response, device),
-        _to(refused, device),
+        input_ids=input_ids.to(device),
+        lengths=torch.tensor(lengths, device=device),
+        anchors=anchors.to(device),
+        block_keep=keep.to(device),
+        block_size=sizes.pop(),
+        response=_response_stream(items, device),
+        refused=_refused_stream(items, device),
     )
+
+
+def _length(item: TrainItem) -> int:
+    return len(item.prompt_ids) + len(item.response_ids)
+
+
+def _blocks(item: TrainItem) -> int:
+    """Blocks the sample takes in a layout; never 0, so that a draft forward always has a slot."""
+    return max(1, len(item.plan.anchors))
 
 
 def _checked_anchor(item: TrainItem, anchor: int) -> int:
     full = full_anchor(len(item.prompt_ids), anchor)
-    if not 0 < full < len(item.prompt_ids) + len(item.response_ids):
-        raise ValueError(f"sample {item.sample_id}: anchor {anchor} lies outside a response of {len(item.response_ids)} tokens")
+    if not 0 <= full < _length(item) - 1:
+        raise ValueError(f"sample {item.sample_id}: nothing follows anchor {anchor} in a response of {len(item.response_ids)} tokens")
     return full
 
 
-def _stream(items: Sequence[TrainItem], name: str) -> Stream:
-    rows: list[tuple[int, int, int, int, int]] = []
+def _slot(item: TrainItem, block: int, offset: int) -> int:
+    plan = item.plan
+    if not (0 <= block < len(plan.anchors) and 0 < offset < plan.block_size):
+        raise ValueError(
+            f"sample {item.sample_id}: block {block}, offset {offset} has no slot among {len(plan.anchors)} blocks of {plan.block_size}"
+        )
+    return block * plan.block_size + offset
+
+
+def _response_stream(items: Sequence[TrainItem], device: torch.device | str) -> Stream:
+    entries: list[tuple[int, int, int, int, int]] = []
+    for index, item in enumerate(items):
+        plan, ids = item.plan, item.prompt_ids + item.response_ids
+        for block, offset, label in zip(plan.response_block, plan.response_offset, plan.response_label, strict=True):
+            slot = _slot(item, block, offset)
+            position = full_anchor(len(item.prompt_ids), plan.anchors[block]) + offset
+            if ids[position : position + 1] != (label,):
+                raise ValueError(
+                    f"sample {item.sample_id}: anchor {plan.anchors[block]}, offset {offset} is labelled {label}, "
+                    f"but the sequence of {len(ids)} tokens does not hold it at {position}"
+                )
+            entries.append((index, slot, label, offset, position - 1))
+    sample, slots, token, offsets, row = torch.tensor(entries, dtype=torch.long, device=device).reshape(-1, 5).unbind(1)
+    return Stream(sample, slots, token, offsets, row, torch.zeros(0, device=device))
+
+
+def _refused_stream(items: Sequence[TrainItem], device: torch.device | str) -> Stream:
+    entries: list[tuple[int, int, int, int]] = []
     logprobs: list[float] = []
     for index, item in enumerate(items):
         plan = item.plan
-        token_key = "response_label" if name == "response" else "refused_token"
-        entries = zip(getattr(plan, f"{name}_block"), getattr(plan, f"{name}_offset"), getattr(plan, token_key), strict=True)
-        for block, offset, token in entries:
-            if not 0 < offset < plan.block_size:
-                raise ValueError(f"sample {item.sample_id}: offset {offset} has no slot in a block of {plan.block_size}")
-            row = full_anchor(len(item.prompt_ids), plan.anchors[block]) + offset - 1
-            rows.append((index, block * plan.block_size + offset, row, token, offset))
-        if name == "refused":
-            logprobs.extend(plan.refused_logprob)
-    columns = torch.tensor(rows, dtype=torch.long).reshape(-1, 5).unbind(1)
-    return Stream(*columns, torch.tensor(logprobs, dtype=torch.float32))
-
-
-def _to(stream: Stream, device: torch.device | str) -> Stream:
-    return Stream(*(getattr(stream, name).to(device) for name in Stream.__dataclass_fields__))
+        for block, offset, token in zip(plan.refused_block, plan.refused_offset, plan.refused_token, strict=True):
+            entries.append((index, _slot(item, block, offset), token, offset))
+        logprobs.extend(plan.refused_logprob)
+    if len(logprobs) != len(entries):
+        raise ValueError(f"{len(entries)} refused tokens came with {len(logprobs)} target log-probs")
+    sample, slots, tokens, offsets = torch.tensor(entries, dtype=torch.long, device=device).reshape(-1, 4).unbind(1)
+    none = torch.zeros(0, dtype=torch.long, device=device)
+    return Stream(sample, slots, tokens, offsets, none, torch.tensor(logprobs, dtype=torch.float32, device=device))
 
 
 def cost(item: TrainItem) -> int:
     """Tokens of one sample: context plus draft slots."""
-    return len(item.prompt_ids) + len(item.response_ids) + len(item.plan.anchors) * item.plan.block_size
+    return _length(item) + _blocks(item) * item.plan.block_size
 
 
 def split_micro_batches(items: Sequence[TrainItem], max_tokens: int) -> list[list[TrainItem]]:
-    """Micro-batches whose padded cost b * (max context + max slots) stays within `max_tokens`, longest samples first, order deterministic.
+    """Micro-batches whose padded cost b * (S + N*B) stays within `max_tokens`; costliest samples first, the order is deterministic.
 
     A sample larger than the budget forms a micro-batch of its own.
     """
     batches: list[list[TrainItem]] = []
-    longest = blocks = 0
+    length = slots = 0
     for item in sorted(items, key=lambda item: (-cost(item), item.sample_id)):
-        length = len(item.prompt_ids) + len(item.response_ids)
-        slots = len(item.plan.anchors) * item.plan.block_size
-        padded = max(longest, length) + max(blocks, slots)
-        if batches and (len(batches[-1]) + 1) * padded <= max_tokens:
+        own_length, own_slots = _length(item), _blocks(item) * item.plan.block_size
+        length, slots = max(length, own_length), max(slots, own_slots)
+        if batches and (len(batches[-1]) + 1) * (length + slots) <= max_tokens:
             batches[-1].append(item)
-            longest, blocks = max(longest, length), max(blocks, slots)
         else:
             batches.append([item])
-            longest, blocks = length, slots
+            length, slots = own_length, own_slots
     return batches

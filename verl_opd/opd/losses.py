@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,11 +14,16 @@ from verl_opd.opd.plan import BlockPlan
 
 RESPONSE_LOSSES = ("forward_kl", "full_forward_kl", "cross_entropy")
 REJECTED_LOSSES = ("k3",)
+CONVENTIONS = ("exact", "draft_opd")
 
 
 @dataclass(frozen=True)
 class LossSpec:
-    """How the streams are scored and weighed; field meanings as in the `opd` section of the configuration."""
+    """How the streams are scored and weighed; field meanings as in the `opd` section of the configuration.
+
+    log_prob_min_clamp bounds the single-token log-probs of both streams from below (forward_kl, k3), of draft and target alike; below it a
+    token carries no gradient. loss_max_clamp bounds every per-token value afterwards. ValueError for a name that does not exist.
+    """
 
     response_loss: str = "forward_kl"
     rejected_loss: str = "k3"
@@ -29,30 +35,36 @@ class LossSpec:
     log_prob_min_clamp: float | None = -10.0
     convention: str = "exact"
 
+    def __post_init__(self) -> None:
+        known = {"response_loss": RESPONSE_LOSSES, "rejected_loss": REJECTED_LOSSES, "convention": CONVENTIONS}
+        for name, choices in known.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r} is none of {', '.join(choices)}")
+
 
 def bernoulli_forward_kl(student: Tensor, teacher: Tensor, min_clamp: float | None = None) -> Tensor:
     """KL between the two-outcome distributions {this token, anything else} of teacher and student, from log-probs [M].
 
-    p_t (t - s) + (1 - p_t)(log(1 - p_t) - log(1 - p_s)), the "local" forward KL of Draft-OPD; log-probs are clamped to [min_clamp, log(1-eps)].
+    The "local" forward KL of Draft-OPD, p_t (t - s) + (1 - p_t)(log(1 - p_t) - log(1 - p_s)), on log-probs clamped to
+    [min_clamp, log(1 - eps)]; min_clamp None means -80.
     """
-    low = -80.0 if min_clamp is None else min_clamp
-    high = float(torch.log1p(torch.tensor(-torch.finfo(torch.float32).eps)))
+    low, high = -80.0 if min_clamp is None else min_clamp, math.log1p(-torch.finfo(torch.float32).eps)
     s, t = student.float().clamp(low, high), teacher.float().clamp(low, high)
-    p_t = t.exp()
-    return p_t * (t - s) + (1 - p_t) * (torch.log1p(-p_t) - torch.log1p(-s.exp()))
+    miss_s, miss_t = -torch.expm1(s), -torch.expm1(t)  # 1 - p, exact also where p is near 1
+    return t.exp() * (t - s) + miss_t * (miss_t.log() - miss_s.log())
 
 
 def k3(student: Tensor, teacher: Tensor, min_clamp: float | None = None) -> Tensor:
-    """Low-variance estimator of the reverse KL on one sampled token, from log-probs [M]: exp(d) - d - 1 with d = clamp(t - s, -20, 20)."""
+    """Estimator of the reverse KL on one token, from log-probs [M]: exp(d) - d - 1 with d = clamp(t - s, -20, 20), clamped to [-10, 10]."""
     s, t = student.float(), teacher.float()
     if min_clamp is not None:
         s, t = s.clamp(min=min_clamp), t.clamp(min=min_clamp)
     d = (t - s).clamp(-20.0, 20.0)
-    return (d.exp() - d - 1).clamp(-10.0, 10.0)
+    return (torch.expm1(d) - d).clamp(-10.0, 10.0)
 
 
 def full_forward_kl(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
-    """KL(target || draft) over the whole vocabulary, from logits [M, V] -> [M]."""
+    """KL(target || draft) over the whole vocabulary, from finite logits [M, V] -> [M]; callers may chunk M."""
     log_q = torch.log_softmax(student_logits.float(), dim=-1)
     log_p = torch.log_softmax(teacher_logits.float(), dim=-1)
     return (log_p.exp() * (log_p - log_q)).sum(-1)
@@ -60,7 +72,7 @@ def full_forward_kl(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
 
 def position_weights(offsets: Tensor, decay: float) -> Tensor:
     """decay^(offset - 1), float32."""
-    return torch.pow(torch.tensor(decay, dtype=torch.float32, device=offsets.device), (offsets - 1).float())
+    return torch.pow(decay, (offsets - 1).float())
 
 
 @dataclass(frozen=True)
@@ -77,9 +89,10 @@ class StreamTotals:
 def stream_totals(plans: Sequence[BlockPlan], response_lens: Sequence[int], spec: LossSpec) -> StreamTotals:
     """Count what a mini-batch supervises before it is split over ranks and micro-batches.
 
-    exact: supervised slots, each with its position weight. draft_opd: every response token, supervised or not.
+    exact: supervised slots, each with its position weight. draft_opd: every response token, supervised or not, unless the response stream
+    has a position decay.
     """
-    if spec.convention == "draft_opd":
+    if spec.convention == "draft_opd" and spec.response_position_decay == 1.0:
         response = float(sum(response_lens))
     else:
         response = sum(spec.response_position_decay ** (offset - 1) for plan in plans for offset in plan.response_offset)

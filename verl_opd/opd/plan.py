@@ -65,6 +65,8 @@ def plan_opd(
     max_response_anchors C > 0 keeps C evenly spread response anchors, the last one among them; refusals keep their blocks in any case.
     """
     length, trace = len(sample.response_ids), sample.trace
+    if response_span not in ("segment", "block"):
+        raise ValueError(f"response_span={response_span!r} is neither segment nor block")
     if convention == "exact":
         pairs = [(step.anchor, step.anchor + step.committed) for step in trace.steps]
     elif convention == "draft_opd":
@@ -101,9 +103,7 @@ def _subsample(pairs: list[tuple[int, int]], limit: int) -> list[tuple[int, int]
     return [pairs[i * (count - 1) // (limit - 1)] for i in range(limit)]
 
 
-def _assemble(
-    block_size: int, response_ids: Sequence[int], spans: Sequence[tuple[int, int]], refused: Sequence[Refusal]
-) -> BlockPlan:
+def _assemble(block_size: int, response_ids: Sequence[int], spans: Sequence[tuple[int, int]], refused: Sequence[Refusal]) -> BlockPlan:
     """spans: (anchor, number of supervised offsets). Anchors that supervise nothing are left out."""
     anchors = tuple(sorted({anchor for anchor, reach in spans if reach > 0} | {item.anchor for item in refused}))
     index = {anchor: position for position, anchor in enumerate(anchors)}
@@ -124,7 +124,9 @@ def _assemble(
 def plan_counts(plan: BlockPlan, sample: RolloutSample) -> StepMetrics:
     """Anchor-plan counters of one sample under their dashboard names."""
     metrics, length = StepMetrics(), len(sample.response_ids)
-    supervised = len(plan.response_block)
+    # Whole blocks overlap: a response token counts once, however many blocks supervise it.
+    slots = zip(plan.response_block, plan.response_offset, strict=True)
+    supervised = len({plan.anchors[block] + offset for block, offset in slots})
     prefix = "actor/distillation/opd_"
     metrics.add_sum(prefix + "sample_count", 1)
     metrics.add_sum(prefix + "skipped_sample_count", float(length > 0 and supervised == 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 
@@ -23,6 +24,15 @@ class VerifyStep:
     accepted: int
     committed: int
     refused_logprobs: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        drafted, scored = len(self.drafted), len(self.refused_logprobs)
+        counts_fit = 0 <= self.accepted <= drafted and 1 <= self.committed <= self.accepted + 1
+        if not (drafted and counts_fit and scored == drafted - self.accepted):
+            raise ValueError(
+                f"impossible verify step at anchor {self.anchor}: {drafted} drafted, {self.accepted} accepted, {self.committed} committed, "
+                f"{scored} log-probs of refused tokens"
+            )
 
     @property
     def refused(self) -> tuple[int, ...]:
@@ -55,7 +65,7 @@ class RolloutSample:
     finish_reason: str
 
 
-# One verify step as the engine records it: (accepted, drafted token ids, target log-probs of the refused ones); (0, [], []) = draft-free step.
+# What the engine records of one decode step: (accepted, drafted token ids, target log-probs of the refused ones); (0, [], []) = draft-free.
 Event = tuple[int, Sequence[int], Sequence[float]]
 
 
@@ -73,7 +83,7 @@ def trace_from_events(events: Iterable[Event], response_len: int) -> VerifyTrace
     """Replay the engine's events from the prefill token (position 0) on, clipped where the response ended.
 
     The engine may verify past the end (EOS inside an accepted prefix, one over-scheduled step): such a step commits only what the response
-    holds, and steps that start at or after the last token are dropped.
+    holds, and steps that start at or after the last token are dropped. ValueError for an event whose lists do not fit each other.
     """
     anchor, steps, draft_free = 0, [], []
     for accepted, drafted, logprobs in events:
@@ -110,51 +120,51 @@ def accept_length(trace: VerifyTrace) -> float | None:
     return sum(step.committed for step in trace.steps) / len(trace.steps) if trace.steps else None
 
 
+def accepted_by_position(steps: Sequence[VerifyStep]) -> tuple[int, ...]:
+    """How many of `steps` accepted proposal k, for k = 1..K (index k - 1), whether or not the response ended before it."""
+    width = max((len(step.drafted) for step in steps), default=0)
+    return tuple(sum(step.accepted >= k for step in steps) for k in range(1, width + 1))
+
+
 def check_trace(trace: VerifyTrace, response_ids: Sequence[int]) -> None:
-    """ValueError unless `trace` explains every token of the response after the prefill token."""
+    """ValueError unless `trace` commits every response token after the prefill token exactly once, with the accepted proposals' ids."""
     if trace.response_len != len(response_ids):
         raise ValueError(f"trace of {trace.response_len} tokens belongs to another response of {len(response_ids)} tokens")
-    covered = sorted([*trace.draft_free, *(step.anchor + j for step in trace.steps for j in range(1, step.committed + 1))])
-    if covered != list(range(1, len(response_ids))):
-        raise ValueError(f"trace covers {len(covered)} response positions ({covered[:5]}...), expected 1..{len(response_ids) - 1}")
+    committed = [step.anchor + j for step in trace.steps for j in range(1, step.committed + 1)]
+    for expected, position in zip_longest(range(1, len(response_ids)), sorted([*trace.draft_free, *committed])):
+        if expected != position:
+            where = f"commits response position {position}" if position is not None else "ends"
+            raise ValueError(f"trace {where} where position {expected} of {len(response_ids)} should follow")
     for step in trace.steps:
-        for j in range(1, min(step.accepted, step.committed) + 1):
-            if step.drafted[j - 1] != response_ids[step.anchor + j]:
+        for j, token in enumerate(step.drafted[: min(step.accepted, step.committed)], start=1):
+            if token != response_ids[step.anchor + j]:
                 raise ValueError(
-                    f"accepted proposal {j} of the block anchored at {step.anchor} is token {step.drafted[j - 1]}, "
-                    f"but the response holds {response_ids[step.anchor + j]} there"
+                    f"accepted proposal {j} of the block anchored at {step.anchor} is token {token}, "
+                    f"but the response holds {response_ids[step.anchor + j]} at position {step.anchor + j}"
                 )
 
 
-_STEP_KEYS = ("dflash_replay_block_anchor_indices", "dflash_replay_block_accepted_lengths", "dflash_replay_block_drafted_lengths")
-_REFUSAL_KEYS = (
-    "dflash_rejected_draft_anchor_indices",
-    "dflash_rejected_draft_token_indices",
-    "dflash_rejected_draft_offsets",
-    "dflash_rejected_draft_token_ids",
-    "dflash_rejected_draft_teacher_logprobs",
-)
-
-
 def to_extra_fields(trace: VerifyTrace) -> dict[str, Any]:
-    """The wire form of a trace: the `dflash_*` extra fields of a sample.
+    """The wire form of a trace: the `dflash_*` extra fields of a sample, lists and numbers only. All keys are always there.
 
-    `dflash_reject_token_indices` holds *every* verify-step end (the name is historical). The `rejected_draft` lists hold one entry per refused
-    proposal, suffix included: block anchor, its own response position (anchor + offset), offset, token, target log-prob. The
-    `replay_block` lists describe every block, its drafted tokens and the log-probs of its refused tail flattened. All keys are always there.
+    dflash_reject_token_indices: the end of *every* verify step (the name is historical); dflash_reject_token_count counts them, and
+    dflash_empty_reject_token_indices is 1 when a response has none.
+    dflash_rejected_draft_*: one entry per refused proposal, suffix included: anchor of its block, its own response position anchor + offset
+    (in the suffix possibly past the end), offset, token, target log-prob.
+    dflash_replay_block_*: every block, its drafted tokens and the log-probs of its refused ones flattened. A trace is rebuilt from these.
+    dflash_draft_free_token_indices: positions committed without drafting. dflash_accept_length: tau, 0 without verify steps.
     """
-    refused = refusals(trace)
-    ends = boundaries(trace)
+    refused, ends = refusals(trace), boundaries(trace)
     return {
         "dflash_reject_token_indices": ends,
-        _REFUSAL_KEYS[0]: [item.anchor for item in refused],
-        _REFUSAL_KEYS[1]: [item.anchor + item.offset for item in refused],
-        _REFUSAL_KEYS[2]: [item.offset for item in refused],
-        _REFUSAL_KEYS[3]: [item.token for item in refused],
-        _REFUSAL_KEYS[4]: [item.logprob for item in refused],
-        _STEP_KEYS[0]: [step.anchor for step in trace.steps],
-        _STEP_KEYS[1]: [step.accepted for step in trace.steps],
-        _STEP_KEYS[2]: [len(step.drafted) for step in trace.steps],
+        "dflash_rejected_draft_anchor_indices": [item.anchor for item in refused],
+        "dflash_rejected_draft_token_indices": [item.anchor + item.offset for item in refused],
+        "dflash_rejected_draft_offsets": [item.offset for item in refused],
+        "dflash_rejected_draft_token_ids": [item.token for item in refused],
+        "dflash_rejected_draft_teacher_logprobs": [item.logprob for item in refused],
+        "dflash_replay_block_anchor_indices": [step.anchor for step in trace.steps],
+        "dflash_replay_block_accepted_lengths": [step.accepted for step in trace.steps],
+        "dflash_replay_block_drafted_lengths": [len(step.drafted) for step in trace.steps],
         "dflash_replay_block_drafted_token_ids": [token for step in trace.steps for token in step.drafted],
         "dflash_replay_block_refused_logprobs": [value for step in trace.steps for value in step.refused_logprobs],
         "dflash_draft_free_token_indices": list(trace.draft_free),
@@ -166,33 +176,31 @@ def to_extra_fields(trace: VerifyTrace) -> dict[str, Any]:
     }
 
 
+_ALL_KEYS = tuple(to_extra_fields(VerifyTrace(0, ())))
+_REFUSAL_KEYS = tuple(key for key in _ALL_KEYS if key.startswith("dflash_rejected_draft_"))
+_BLOCK_KEYS = ("dflash_replay_block_anchor_indices", "dflash_replay_block_accepted_lengths", "dflash_replay_block_drafted_lengths")
+
+
 def from_extra_fields(fields: Mapping[str, Any], response_len: int) -> VerifyTrace:
     """Invert `to_extra_fields`; ValueError names the keys that are missing or whose lengths disagree."""
-    needed = (*_STEP_KEYS, "dflash_replay_block_drafted_token_ids", "dflash_replay_block_refused_logprobs", "dflash_draft_free_token_indices")
-    missing = [key for key in needed if key not in fields]
+    missing = [key for key in _ALL_KEYS if key not in fields]
     if missing:
         raise ValueError(f"extra fields lack {', '.join(missing)}")
-    for group in (_STEP_KEYS, tuple(key for key in _REFUSAL_KEYS if key in fields)):
+    for group in (_BLOCK_KEYS, _REFUSAL_KEYS):
         lengths = {key: len(fields[key]) for key in group}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"parallel lists of different lengths: {lengths}")
-    anchors, accepted, drafted = (list(fields[key]) for key in _STEP_KEYS)
-    expected = {
-        "dflash_replay_block_drafted_token_ids": sum(drafted),
-        "dflash_replay_block_refused_logprobs": sum(drafted) - sum(accepted),
-    }
-    for key, count in expected.items():
-        if len(fields[key]) != count:
-            raise ValueError(f"{key} holds {len(fields[key])} entries, but the block lengths add up to {count}")
-    tokens, values = iter(fields["dflash_replay_block_drafted_token_ids"]), iter(fields["dflash_replay_block_refused_logprobs"])
-    steps = tuple(
-        VerifyStep(
-            anchor=anchor,
-            drafted=tuple(next(tokens) for _ in range(count)),
-            accepted=hits,
-            committed=min(hits + 1, response_len - 1 - anchor),
-            refused_logprobs=tuple(next(values) for _ in range(count - hits)),
+    anchors, accepted, drafted = (fields[key] for key in _BLOCK_KEYS)
+    tokens, logprobs = fields["dflash_replay_block_drafted_token_ids"], fields["dflash_replay_block_refused_logprobs"]
+    if len(tokens) != sum(drafted) or len(logprobs) != sum(drafted) - sum(accepted):
+        raise ValueError(
+            f"dflash_replay_block_drafted_token_ids has {len(tokens)} and dflash_replay_block_refused_logprobs {len(logprobs)} entries, "
+            f"but blocks of {sum(drafted)} proposals with {sum(accepted)} accepted were announced"
         )
-        for anchor, hits, count in zip(anchors, accepted, drafted, strict=True)
-    )
-    return VerifyTrace(response_len, steps, tuple(fields["dflash_draft_free_token_indices"]))
+    steps, token, logprob = [], 0, 0
+    for anchor, hits, count in zip(anchors, accepted, drafted, strict=True):
+        committed = min(hits + 1, response_len - 1 - anchor)
+        refused = tuple(logprobs[logprob : logprob + count - hits])
+        steps.append(VerifyStep(anchor, tuple(tokens[token : token + count]), hits, committed, refused))
+        token, logprob = token + count, logprob + count - hits
+    return VerifyTrace(response_len, tuple(steps), tuple(fields["dflash_draft_free_token_indices"]))
