@@ -5,7 +5,9 @@ from verl_opd.opd.metrics import StepMetrics, reduce_metrics
 from verl_opd.opd.trace import RolloutSample, VerifyStep, VerifyTrace
 
 
-def sample(name: str, steps: list[tuple[int, int, int]], length: int, finish: str = "stop", draft_free: tuple[int, ...] = ()) -> RolloutSample:
+def sample(
+    name: str, steps: list[tuple[int, int, int]], length: int, finish: str = "stop", draft_free: tuple[int, ...] = ()
+) -> RolloutSample:
     """steps: (anchor, accepted, committed) of blocks with three proposals."""
     trace = VerifyTrace(length, tuple(VerifyStep(a, (7, 7, 7), acc, com, (-1.0,) * (3 - acc)) for a, acc, com in steps), draft_free)
     return RolloutSample(name, "x", (1, 2, 3), tuple(range(length)), trace, 0, finish)
@@ -63,7 +65,7 @@ def test_one_name_cannot_be_two_kinds():
     metrics = StepMetrics()
     metrics.add_mean("m", 1, 1)
     metrics.add_sum("m", 1)
-    with pytest.raises(ValueError, match="two kinds.*'m'"):
+    with pytest.raises(ValueError, match=r"two kinds.*'m'"):
         metrics.finish()
 
 

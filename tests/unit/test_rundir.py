@@ -42,4 +42,5 @@ def test_checkpoints_are_not_overwritten_when_resume_is_disabled(tmp_path):
 def test_write_atomic_leaves_no_temporary(tmp_path):
     write_atomic(tmp_path / "a.json", "1")
     write_atomic(tmp_path / "a.json", "2")
-    assert [path.name for path in tmp_path.iterdir()] == ["a.json"] and (tmp_path / "a.json").read_text() == "2"
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+    assert (tmp_path / "a.json").read_text() == "2"

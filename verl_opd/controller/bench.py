@@ -62,10 +62,12 @@ def _tokens_per_second(plan: Plan, fleet: Fleet, prompts: list[Prompt], recordin
     ray.get([server.reset_prefix_cache.remote() for server in fleet.servers])
     started = time.monotonic()
     sampling = {**GREEDY, "max_tokens": plan.cfg.data.max_response_length}
-    tokens = ray.get([
-        server.generate_tokens.remote([p.prompt_ids for p in prompts[i :: len(fleet.servers)]], sampling)
-        for i, server in enumerate(fleet.servers)
-    ])
+    tokens = ray.get(
+        [
+            server.generate_tokens.remote([p.prompt_ids for p in prompts[i :: len(fleet.servers)]], sampling)
+            for i, server in enumerate(fleet.servers)
+        ]
+    )
     return sum(tokens) / (time.monotonic() - started)
 
 

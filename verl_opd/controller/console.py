@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
 from verl_opd.controller.metrics import BenchmarkResult
 
@@ -66,18 +65,21 @@ class Console:
             yield Phase(self._rich, title, total, done, progress)
 
     def table(self, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
-        for index, name in enumerate(header):
-            table.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
-        for row in rows:
-            table.add_row(*row)
-        self._rich.print(table)
+        """Aligned plain text: the first column to the left, the others to the right; never folded or cut."""
+        widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
+        lines = [
+            "  ".join(cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True)))
+            for row in (header, *rows)
+        ]
+        self._rich.print(f"\n[bold]{title}[/bold]")
+        for line in lines:
+            self._rich.print(f"  {line}", highlight=False, markup=False)
 
     def acceptance(self, title: str, results: Mapping[str, Sequence[BenchmarkResult]]) -> None:
         """Accept length and acceptance by position, one row a stage and benchmark."""
         flat = [(stage, result) for stage, stage_results in results.items() for result in stage_results]
         width = max((len(result.by_position) for _, result in flat), default=0)
-        header = ["stage", "benchmark", "tau", *(f"pos {k}" for k in range(1, width + 1)), "len", "truncated"]
+        header = ["stage", "benchmark", "tau", *(f"pos{k}" for k in range(1, width + 1)), "len", "cut"]
         rows = [
             [
                 stage.replace("_", " "),

@@ -35,7 +35,9 @@ class Fleet:
         router = RouterActor.options(**driver_options()).remote(len(self.servers))
         count = cfg.rollout.agent.num_workers or cfg.trainer.n_student_workers
         self._agents = [
-            AgentLoopWorker.options(**driver_options()).remote(cfg.rollout.agent.loop, self.servers, router, cfg.rollout.agent.max_concurrency)
+            AgentLoopWorker.options(**driver_options()).remote(
+                cfg.rollout.agent.loop, self.servers, router, cfg.rollout.agent.max_concurrency
+            )
             for _ in range(count)
         ]
         placement.actors.extend([router, *self._agents])
@@ -45,7 +47,9 @@ class Fleet:
         try:
             reports: list[dict[str, Any]] = ray.get([server.start.remote() for server in self.servers], timeout=self._timeout)
         except ray.exceptions.GetTimeoutError as error:
-            raise RolloutError(f"engines did not start within rollout.start_timeout={self._timeout:.0f} s; see logs/rollout_*.log") from error
+            raise RolloutError(
+                f"engines did not start within rollout.start_timeout={self._timeout:.0f} s; see logs/rollout_*.log"
+            ) from error
         return reports
 
     def generate(self, prompts: Sequence[Prompt], sampling: dict[str, Any], draft_version: int) -> list[RolloutSample]:
@@ -53,9 +57,7 @@ class Fleet:
         for phase in self.phases:
             phase.require_rollout()
         shares = [list(prompts[i :: len(self._agents)]) for i in range(len(self._agents))]
-        work = [
-            agent.run.remote(share, sampling, draft_version) for agent, share in zip(self._agents, shares, strict=True) if share
-        ]
+        work = [agent.run.remote(share, sampling, draft_version) for agent, share in zip(self._agents, shares, strict=True) if share]
         by_id = {sample.sample_id: sample for part in ray.get(work) for sample in part}
         return [by_id[prompt.sample_id] for prompt in prompts]
 

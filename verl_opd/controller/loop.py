@@ -204,10 +204,14 @@ class Loop:
             for sample, plan in zip(samples, plans, strict=True)
             if plan.response_block or plan.refused_block
         ]
-        parts = self.trainers.update(items, totals, spec, lr)
+        update = StepMetrics()
+        for part in self.trainers.update(items, totals, spec, lr):
+            update.merge(part)
         self.progress.version += 1
+        # micro-batches and ranks add up to one update's loss; updates of a step average
+        update.add_mean("actor/distillation/loss", update.sums.pop("actor/distillation/loss", 0.0), 1)
         counts = [plan_counts(plan, sample) for plan, sample in zip(plans, samples, strict=True)]
-        return [*parts, *counts]
+        return [update, *counts]
 
     def _sync(self) -> None:
         snapshot = self.trainers.snapshot(self.snapshots.path, self.progress.version)

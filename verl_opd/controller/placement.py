@@ -94,7 +94,9 @@ def place(cfg: Config, device: Device, timeout: float = 60.0) -> Placement:
     if not group.wait(timeout):
         remove_placement_group(group)
         ray.shutdown()
-        raise ConfigError(f"Ray could not reserve {workers} bundles of {bundle} in {timeout:.0f} s: other jobs hold the cluster's resources")
+        raise ConfigError(
+            f"Ray could not reserve {workers} bundles of {bundle} in {timeout:.0f} s: other jobs hold the cluster's resources"
+        )
     return Placement(group, device, _slots(group, workers), started)
 
 

@@ -188,16 +188,28 @@ def train(cfg: Config, argv: list[str]) -> None:
             snapshots = SnapshotWriter(run.root, len({slot.node_ip for slot in placement.slots}))
             block_size = get_family(cfg.draft.family).block_size(plan.draft_config)
             loop = Loop(
-                cfg, block_size, steps, fleet, trainers, loader, _benchmarks(plan), store, trackers, console, snapshots, progress, plan.identity
+                cfg,
+                block_size,
+                steps,
+                fleet,
+                trainers,
+                loader,
+                _benchmarks(plan),
+                store,
+                trackers,
+                console,
+                snapshots,
+                progress,
+                plan.identity,
             )
             try:
                 loop.run()
                 trainers.export(run.exports / "draft")
+                write_summary(run.root, plan.cfg, progress, loop.clock)
             finally:
                 snapshots.close()
     finally:
         trackers.close()
-    write_summary(run.root, plan.cfg, progress, loop.clock)
     print_summary(console, run.root)
 
 

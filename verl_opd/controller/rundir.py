@@ -36,7 +36,9 @@ class RunDir:
             differing = {key: (theirs.get(key), value) for key, value in identity.items() if theirs.get(key) != value}
             if differing:
                 rows = "; ".join(f"{key}: there {old!r}, now {new!r}" for key, (old, new) in differing.items())
-                raise ConfigError(f"trainer.run_dir={self.root} holds another run ({rows}): choose another trainer.experiment_name or run_dir")
+                raise ConfigError(
+                    f"trainer.run_dir={self.root} holds another run ({rows}): choose another trainer.experiment_name or run_dir"
+                )
             if not resume and any(self.checkpoints.glob("step_*")):
                 raise ConfigError(
                     f"trainer.run_dir={self.root} already holds checkpoints and trainer.resume_mode=disable would overwrite them: "

@@ -50,7 +50,11 @@ def print_summary(console: Console, run_dir: Path) -> None:
     if results:
         console.acceptance("accept length on held-out prompts, measured by the engine (bonus token counted)", results)
     total = summary["seconds"]["total"]
-    rows = [[label, f"{summary['seconds'][name]:.1f}", f"{summary['seconds'][name] / total:.0%}"] for name, label in _PARTS.items() if name in summary["seconds"]]
+    rows = [
+        [label, f"{summary['seconds'][name]:.1f}", f"{summary['seconds'][name] / total:.0%}"]
+        for name, label in _PARTS.items()
+        if name in summary["seconds"]
+    ]
     rows.append(["idle (neither engine nor trainer)", f"{summary['idle_share'] * total:.1f}", f"{summary['idle_share']:.0%}"])
     console.table("where time went", ["part", "seconds", "share"], rows)
     console.say(_gain(results))

@@ -25,6 +25,4 @@ class Benchmarks:
     def run(self, fleet: Fleet, draft_version: int) -> list[BenchmarkResult]:
         """Roll out every benchmark with the draft that the engines hold."""
         sampling = {**GREEDY, "max_tokens": self.max_response_length}
-        return [
-            BenchmarkResult.of(name, fleet.generate(prompts, sampling, draft_version)) for name, prompts in self.prompts.items()
-        ]
+        return [BenchmarkResult.of(name, fleet.generate(prompts, sampling, draft_version)) for name, prompts in self.prompts.items()]

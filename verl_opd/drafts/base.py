@@ -27,7 +27,9 @@ class DraftFamily(Protocol):
         """config.json of the draft directory `path`."""
         ...
 
-    def check(self, config: Mapping[str, Any], target: PretrainedConfig, num_speculative_tokens: int, allow_block_size_mismatch: bool) -> None:
+    def check(
+        self, config: Mapping[str, Any], target: PretrainedConfig, num_speculative_tokens: int, allow_block_size_mismatch: bool
+    ) -> None:
         """ConfigError, with both numbers, when draft, target and K do not fit or the draft needs what replay does not support."""
         ...
 

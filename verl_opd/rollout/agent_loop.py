@@ -65,8 +65,7 @@ def get_agent_loop(name: str) -> type[AgentLoop]:
     return AGENT_LOOPS[name]
 
 
-@ray.remote
-class AgentLoopWorker:
+class AgentLoopRunner:
     """Runs one agent loop per prompt, many at a time."""
 
     def __init__(self, loop: str, servers: Sequence[Any], router: Any, max_concurrency: int) -> None:
@@ -83,3 +82,7 @@ class AgentLoopWorker:
                 return await self._loop.run(prompt, sampling, draft_version)
             except Exception as error:
                 raise RolloutError(f"sample {prompt.sample_id}: {error}") from error
+
+
+# AgentLoopRunner as a Ray actor.
+AgentLoopWorker: Any = ray.remote(AgentLoopRunner)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import ray
 
 
@@ -27,6 +29,5 @@ class Router:
             del self._sessions[session]
 
 
-@ray.remote
-class RouterActor(Router):
-    """Router as a Ray actor, shared by all agent loop workers."""
+# Router as a Ray actor, shared by all agent loop workers.
+RouterActor: Any = ray.remote(Router)

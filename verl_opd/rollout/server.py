@@ -141,7 +141,9 @@ class RolloutEngine:
             listener.bind(("127.0.0.1", self._settings.http_port))
         except OSError as error:
             listener.close()
-            raise RolloutError(f"port {self._settings.http_port} on 127.0.0.1 is taken ({error.strerror}): choose another, or 0 for a free one") from error
+            raise RolloutError(
+                f"port {self._settings.http_port} on 127.0.0.1 is taken ({error.strerror}): choose another, or 0 for a free one"
+            ) from error
         self._url = "http://{}:{}".format(*listener.getsockname())
         return listener
 
@@ -223,7 +225,8 @@ class RolloutEngine:
             raise RolloutError(f"request {request_id}: the engine is asleep; wake its weights and KV cache first")
         parameters = SamplingParams(**sampling, output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False)
         final = None
-        async for output in self._engine.generate({"prompt_token_ids": list(prompt_ids)}, parameters, request_id):
+        prompt: Any = {"prompt_token_ids": list(prompt_ids)}
+        async for output in self._engine.generate(prompt, parameters, request_id):
             final = output
         if final is None:
             raise RolloutError(f"request {request_id}: the engine returned nothing")
@@ -304,6 +307,5 @@ class RolloutEngine:
         return results
 
 
-@ray.remote(max_concurrency=1024)
-class RolloutServer(RolloutEngine):
-    """RolloutEngine as a Ray actor."""
+# RolloutEngine as a Ray actor: asynchronous, so up to 1000 calls are in flight at once.
+RolloutServer: Any = ray.remote(RolloutEngine)

@@ -25,4 +25,4 @@ def build_optimizer(module: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
     decayed = [p for p in module.parameters() if p.requires_grad and p.ndim > 1]
     plain = [p for p in module.parameters() if p.requires_grad and p.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=optim.lr, betas=tuple(optim.betas))
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.betas[0], optim.betas[1]))

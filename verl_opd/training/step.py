@@ -36,7 +36,9 @@ class DraftTrainer:
     draft run in training.param_dtype.
     """
 
-    def __init__(self, cfg: Config, draft_config: Mapping[str, Any], rank: int, world_size: int, device: str, target: TargetBackend | None = None):
+    def __init__(
+        self, cfg: Config, draft_config: Mapping[str, Any], rank: int, world_size: int, device: str, target: TargetBackend | None = None
+    ):
         self.cfg, self.draft_config, self.rank, self.world_size = cfg, dict(draft_config), rank, world_size
         self.device = torch.device(device)
         self.family = get_family(cfg.draft.family)
@@ -112,7 +114,9 @@ class DraftTrainer:
         if spec.response_loss == "cross_entropy":
             response = -student_r
         else:
-            response = bernoulli_forward_kl(student_r, label_logprobs(teacher_hidden[teacher_row], head, layout.response.token, chunk), clamp)
+            response = bernoulli_forward_kl(
+                student_r, label_logprobs(teacher_hidden[teacher_row], head, layout.response.token, chunk), clamp
+            )
         return response, k3(student_j, layout.refused.teacher_logprob, clamp)
 
     def _slot_embeds(self, layout: Layout) -> Tensor:

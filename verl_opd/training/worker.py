@@ -18,8 +18,7 @@ from verl_opd.opd.plan import TrainItem
 from verl_opd.process import redirect_output
 
 
-@ray.remote
-class TrainWorker:
+class TrainRank:
     """One FSDP rank in a process of its own; methods as in DraftTrainer, each a collective over all ranks."""
 
     def __init__(
@@ -69,3 +68,7 @@ class TrainWorker:
 
     def export(self, directory: str) -> None:
         self._trainer.export(directory)
+
+
+# TrainRank as a Ray actor.
+TrainWorker: Any = ray.remote(TrainRank)

@@ -70,7 +70,9 @@ def check(config: Mapping[str, Any], target: PretrainedConfig, num_speculative_t
     _check_supported(config)
     for key in ("hidden_size", "vocab_size"):
         if config[key] != getattr(target, key):
-            raise ConfigError(f"draft does not fit the target: {key} is {config[key]} in the draft and {getattr(target, key)} in the target")
+            raise ConfigError(
+                f"draft does not fit the target: {key} is {config[key]} in the draft and {getattr(target, key)} in the target"
+            )
     layers = config.get("num_target_layers")
     if layers is not None and layers != target.num_hidden_layers:
         raise ConfigError(f"draft does not fit the target: made for {layers} target layers, the target has {target.num_hidden_layers}")

@@ -28,7 +28,9 @@ class DFlash:
     def load_config(self, path: str) -> dict[str, Any]:
         return files.read_config(path)
 
-    def check(self, config: Mapping[str, Any], target: PretrainedConfig, num_speculative_tokens: int, allow_block_size_mismatch: bool) -> None:
+    def check(
+        self, config: Mapping[str, Any], target: PretrainedConfig, num_speculative_tokens: int, allow_block_size_mismatch: bool
+    ) -> None:
         dflash_config.check(config, target, num_speculative_tokens, allow_block_size_mismatch)
 
     def layer_ids(self, config: Mapping[str, Any]) -> list[int]:

@@ -136,7 +136,7 @@ class VerifyRecorder:
         entries = torch.tensor(wanted_rows, device=device)
         temperature = None if step.temperature is None else step.temperature[torch.tensor(wanted_requests, device=device)]
         values = target_logprobs(step.logits, step.target_rows[entries].long(), step.draft_ids[entries].long(), temperature)
-        for (noted, count), part in zip(pending, values.split([count for _, count in pending]), strict=True):
+        for (noted, _), part in zip(pending, values.split([count for _, count in pending]), strict=True):
             noted.logprobs = part
 
     def pop(self, external_ids: Sequence[str]) -> dict[str, list[tuple[int, list[int], list[float]]] | None]:

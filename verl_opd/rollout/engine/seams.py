@@ -24,7 +24,9 @@ def attach_recorder(runner: Any, recorder: VerifyRecorder) -> str:
         raise RuntimeError(f"{type(runner).__name__} has no _sample: its verify steps cannot be recorded (V1 model runners can)")
     method = getattr(getattr(runner, "speculative_config", None), "rejection_sample_method", None)
     if method in _LOSSY:
-        raise RuntimeError(f"speculative_config.rejection_sample_method={method!r} is lossy: recorded steps would be off the target's distribution")
+        raise RuntimeError(
+            f"speculative_config.rejection_sample_method={method!r} is lossy: recorded steps would be off the target's distribution"
+        )
     inner = runner._sample
 
     def sample(logits: Any, spec_decode_metadata: Any) -> Any:
