@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from verl_opd.opd.trace import Event, RolloutSample, trace_from_events
+
+# Property tests on a machine that is busy with other things: no example may fail for being slow.
+UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 # Three proposals per step (B = 4), prefill token at 0. Step 1 at anchor 0 accepts 1, step 2 at anchor 2 accepts all 3, step 3 at anchor 6 accepts none.
 WORKED_RESPONSE = (10, 11, 12, 13, 14, 15, 16, 17)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.rollouts import Rollout, make_sample, rollouts, worked_sample
+from tests.rollouts import UNHURRIED, Rollout, make_sample, rollouts, worked_sample
 from verl_opd.opd.plan import BlockPlan, item_rng, plan_counts, plan_opd, plan_warmup
 from verl_opd.opd.trace import boundaries
 
@@ -100,6 +100,7 @@ def test_unknown_choices_are_refused():
 
 
 @given(rollouts(), st.integers(2, 7))
+@UNHURRIED
 def test_exact_segments_supervise_each_token_with_a_slot_once(rollout: Rollout, block_size: int):
     plan = plan_opd(rollout.sample, block_size=block_size)
     with_slot = {
@@ -119,6 +120,7 @@ def test_exact_segments_supervise_each_token_with_a_slot_once(rollout: Rollout, 
 
 
 @given(rollouts(), st.integers(2, 7), st.sampled_from(["exact", "draft_opd"]), st.sampled_from(["segment", "block"]), st.integers(0, 4))
+@UNHURRIED
 def test_refusals_are_the_same_under_every_convention(rollout: Rollout, block_size: int, convention: str, span: str, cap: int):
     plan = plan_opd(rollout.sample, block_size=block_size, convention=convention, response_span=span, max_response_anchors=cap)
     expected = [
@@ -137,6 +139,7 @@ def test_refusals_are_the_same_under_every_convention(rollout: Rollout, block_si
 
 
 @given(rollouts(), st.integers(2, 6))
+@UNHURRIED
 def test_exact_block_span_fills_every_block(rollout: Rollout, block_size: int):
     plan = plan_opd(rollout.sample, block_size=block_size, response_span="block")
     anchors = [anchor for anchor, _, _ in rollout.spans if anchor < rollout.length - 1]

@@ -3,7 +3,7 @@ import json
 import pytest
 from hypothesis import given
 
-from tests.rollouts import WORKED_RESPONSE, Rollout, rollouts, worked_sample
+from tests.rollouts import UNHURRIED, WORKED_RESPONSE, Rollout, rollouts, worked_sample
 from verl_opd.opd.trace import (
     Refusal,
     VerifyStep,
@@ -158,7 +158,7 @@ def test_check_names_the_position_where_committed_tokens_do_not_add_up(steps, dr
 
 
 def test_check_refuses_another_response_length():
-    with pytest.raises(ValueError, match="trace of 8 tokens .* 7 tokens"):
+    with pytest.raises(ValueError, match=r"trace of 8 tokens .* 7 tokens"):
         check_trace(worked_sample().trace, WORKED_RESPONSE[:7])
 
 
@@ -185,6 +185,7 @@ def test_a_missing_wire_key_is_named(key):
 
 
 @given(rollouts())
+@UNHURRIED
 def test_random_rollouts_are_explained_and_survive_the_wire(rollout: Rollout):
     trace, length = rollout.sample.trace, rollout.length
     check_trace(trace, rollout.sample.response_ids)

@@ -127,7 +127,7 @@ def combine(
 def loss_metrics(response_values: Tensor, refused_values: Tensor, part: Tensor, spec: LossSpec) -> StepMetrics:
     """Measurements of one micro-batch; `part` is what `combine` returned, so distillation/loss sums to the global loss."""
     metrics, prefix = StepMetrics(), "actor/distillation/"
-    metrics.add_sum(prefix + "loss", float(part))
+    metrics.add_sum(prefix + "loss", float(part.detach()))
     response, refused = response_values.detach(), refused_values.detach()
     if response.numel():
         metrics.add_min(prefix + "loss_min", float(response.min()))
