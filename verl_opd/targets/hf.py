@@ -38,9 +38,11 @@ class HFTarget:
         attention: str = "sdpa",
         trust_remote_code: bool = False,
     ) -> None:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, dtype), attn_implementation=attention, trust_remote_code=trust_remote_code
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path, dtype=getattr(torch, dtype), attn_implementation=attention, trust_remote_code=trust_remote_code, output_loading_info=True
         )
+        if report["missing_keys"]:  # transformers would leave these at random values
+            raise ConfigError(f"target.path={path} lacks weights: {', '.join(sorted(report['missing_keys'])[:5])}")
         model.requires_grad_(False).eval().to(device)
         self._decoder = model.get_decoder()
         self._embedding = model.get_input_embeddings()

@@ -7,6 +7,8 @@ id + 1, the same tensor.
 
 from __future__ import annotations
 
+import itertools
+
 from verl_opd.errors import ConfigError
 
 
@@ -27,6 +29,6 @@ def default_layer_ids(num_layers: int, count: int) -> list[int]:
     if count == 1:
         return [num_layers // 2]
     ids = [round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count)] if count > 1 else []
-    if not ids or len(set(ids)) < count or min(ids) < 0:
+    if not ids or ids[0] >= num_layers or any(a >= b for a, b in itertools.pairwise(ids)):
         raise ConfigError(f"draft.num_target_features={count} does not fit a target of {num_layers} layers: set draft.target_layer_ids")
     return ids

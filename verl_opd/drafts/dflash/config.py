@@ -11,6 +11,17 @@ from verl_opd.config.schema import DraftConfig
 from verl_opd.errors import ConfigError
 from verl_opd.targets.layers import default_layer_ids
 
+_REQUIRED = (
+    "hidden_size",
+    "vocab_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "rms_norm_eps",
+)
+
 
 def derive_config(target: PretrainedConfig, draft: DraftConfig, num_speculative_tokens: int) -> dict[str, Any]:
     """config.json of a new draft that fits `target` (Llama or Qwen3 family), in the layout of public DFlash checkpoints."""
@@ -24,7 +35,7 @@ def derive_config(target: PretrainedConfig, draft: DraftConfig, num_speculative_
         "block_size": draft.block_size or num_speculative_tokens + 1,
         "dflash_config": {
             "mask_token_id": draft.mask_token_id,
-            "target_layer_ids": list(draft.target_layer_ids or default_layer_ids(target.num_hidden_layers, draft.num_target_features)),
+            "target_layer_ids": _chosen_layers(target, draft),
         },
         "num_target_layers": target.num_hidden_layers,
         "num_hidden_layers": layers,
@@ -46,19 +57,34 @@ def derive_config(target: PretrainedConfig, draft: DraftConfig, num_speculative_
     }
 
 
+def _chosen_layers(target: PretrainedConfig, draft: DraftConfig) -> list[int]:
+    if draft.target_layer_ids is not None:
+        return list(draft.target_layer_ids)
+    return default_layer_ids(target.num_hidden_layers, draft.num_target_features)
+
+
 def dflash_key(config: Mapping[str, Any], name: str) -> Any:
     """A DFlash key, inside `dflash_config` or at top level as older checkpoints have it; None when absent."""
     inner = config.get("dflash_config") or {}
     return inner[name] if name in inner else config.get(name)
 
 
+def target_layer_ids(config: Mapping[str, Any]) -> list[int]:
+    """Only the nested key counts: vLLM's V1 runner ignores a top-level one and would feed the draft its own default layers."""
+    return list((config.get("dflash_config") or {}).get("target_layer_ids") or [])
+
+
 def _rope(config: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """rope_type and rope_theta from either spelling; ConfigError when theta is missing (a silent 10000 halves acceptance)."""
+    """rope_type, rope_theta and whatever else is set, from either spelling; ConfigError when theta is missing.
+
+    Engines read the file through transformers, which fills in 10000 without a word: a draft trained with another base then accepts little.
+    """
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = rope.get("rope_theta", config.get("rope_theta"))
+    theta = rope.pop("rope_theta", config.get("rope_theta"))
     if theta is None:
-        raise ConfigError(f"{what} config.json has no rope_theta: add it, a guessed value would silently lower acceptance")
-    return {"rope_type": rope.get("rope_type", rope.get("type", "default")), "rope_theta": float(theta)}
+        raise ConfigError(f"the {what}'s config.json has no rope_theta: add the value it was trained with, a guess silently lowers acceptance")
+    legacy = rope.pop("type", "default")
+    return {"rope_theta": float(theta), "rope_type": rope.pop("rope_type", legacy), "extra": rope}
 
 
 def rope_theta(config: Mapping[str, Any]) -> float:
@@ -67,51 +93,80 @@ def rope_theta(config: Mapping[str, Any]) -> float:
 
 def check(config: Mapping[str, Any], target: PretrainedConfig, num_speculative_tokens: int, allow_block_size_mismatch: bool) -> None:
     """See DraftFamily.check."""
+    _check_complete(config)
     _check_supported(config)
+    _check_target(config, target)
+    _check_block(int(dflash_key(config, "block_size")), num_speculative_tokens, allow_block_size_mismatch)
+
+
+def _check_complete(config: Mapping[str, Any]) -> None:
+    """Every number the network needs must be written down: engines fill gaps with Qwen3's defaults (head_dim 128, 32 KV heads)."""
+    absent = [name for name in _REQUIRED if config.get(name) is None]
+    absent += [name for name in ("block_size", "mask_token_id") if dflash_key(config, name) is None]
+    absent += [] if target_layer_ids(config) else ["dflash_config.target_layer_ids"]
+    if absent:
+        raise ConfigError(f"the draft's config.json has no {', '.join(absent)}: is it a DFlash draft?")
+
+
+def _check_target(config: Mapping[str, Any], target: PretrainedConfig) -> None:
     for key in ("hidden_size", "vocab_size"):
         if config[key] != getattr(target, key):
             raise ConfigError(
                 f"draft does not fit the target: {key} is {config[key]} in the draft and {getattr(target, key)} in the target"
             )
-    layers = config.get("num_target_layers")
-    if layers is not None and layers != target.num_hidden_layers:
-        raise ConfigError(f"draft does not fit the target: made for {layers} target layers, the target has {target.num_hidden_layers}")
-    ids = dflash_key(config, "target_layer_ids")
-    if not ids or list(ids) != sorted(set(ids)) or not all(0 <= i < target.num_hidden_layers for i in ids):
-        # vLLM sorts its aux layers (interfaces.py _set_aux_hidden_state_layers), so another order would feed the draft permuted features
-        raise ConfigError(f"target_layer_ids={ids} must be ascending, distinct layers in 0..{target.num_hidden_layers - 1} of the target")
-    block = dflash_key(config, "block_size")
-    if block is None:
-        raise ConfigError("draft config.json has no block_size")
+    count = target.num_hidden_layers
+    if config.get("num_target_layers") not in (None, count):
+        raise ConfigError(f"draft does not fit the target: made for {config['num_target_layers']} target layers, the target has {count}")
+    ids = target_layer_ids(config)
+    if ids != sorted(set(ids)) or not 0 <= ids[0] <= ids[-1] < count:
+        # vLLM sorts its aux layers (EagleModelMixin._set_aux_hidden_state_layers), so another order would feed the draft permuted features
+        raise ConfigError(f"target_layer_ids={ids} must be ascending, distinct layers in 0..{count - 1} of the target")
+    mask = dflash_key(config, "mask_token_id")
+    if not 0 <= mask < target.vocab_size:
+        raise ConfigError(f"mask_token_id={mask} is not a row of the target's embedding of {target.vocab_size} rows")
+
+
+def _check_block(block: int, num_speculative_tokens: int, allow_mismatch: bool) -> None:
     if num_speculative_tokens > block - 1:
         raise ConfigError(
             f"rollout.num_speculative_tokens={num_speculative_tokens} exceeds the {block - 1} proposals of a block of draft.block_size={block}"
         )
-    if num_speculative_tokens != block - 1 and not allow_block_size_mismatch:
+    if num_speculative_tokens != block - 1 and not allow_mismatch:
         raise ConfigError(
             f"draft.block_size={block} differs from rollout.num_speculative_tokens + 1 = {num_speculative_tokens + 1}: replayed blocks would not be "
             f"the drafted ones; set rollout.num_speculative_tokens={block - 1}, or draft.allow_block_size_mismatch=true"
         )
-    if dflash_key(config, "mask_token_id") is None:
-        raise ConfigError("draft config.json has no dflash_config.mask_token_id")
 
 
 def _check_supported(config: Mapping[str, Any]) -> None:
     """Variants that the engine drafts with and this replay does not reproduce are refused, not approximated."""
-    rope = _rope(config, "draft")["rope_type"]
-    if rope != "default":
-        raise ConfigError(f"draft rope_type={rope!r} is not supported; only 'default' is")
-    sliding = [kind for kind in config.get("layer_types") or [] if kind != "full_attention"]
-    unsupported = {
-        "layer_types": sliding,
-        "use_swa": dflash_key(config, "use_swa"),
-        "causal": dflash_key(config, "causal") or config.get("is_causal"),
-        "attention_sink_bias": dflash_key(config, "attention_sink_bias"),
-        "attention_bias": config.get("attention_bias"),
-        "attention_value_scale": dflash_key(config, "attention_value_scale"),
-        "draft_vocab_size": config.get("draft_vocab_size") not in (None, config["vocab_size"]),
-        "is_neox_style=false": config.get("is_neox_style") is False,
+    if "DFlashDraftModel" not in (config.get("architectures") or []):
+        raise ConfigError(f"the draft's architectures={config.get('architectures')} is not supported; DFlashDraftModel is")
+    rope = _rope(config, "draft")
+    if rope["rope_type"] != "default":
+        raise ConfigError(f"the draft's rope_type={rope['rope_type']!r} is not supported; only 'default' is")
+    ids = target_layer_ids(config)
+    changes = {  # key -> (value, values under which the network is the one replayed here)
+        **{key: (value, (None,)) for key, value in rope["extra"].items()},
+        "partial_rotary_factor": (config.get("partial_rotary_factor", rope["extra"].get("partial_rotary_factor")), (None, 1)),
+        "layer_types": (sorted(set(config.get("layer_types") or []) - {"full_attention"}), ([],)),
+        "use_swa": (dflash_key(config, "use_swa"), (None, False)),
+        "causal": (dflash_key(config, "causal"), (None, False)),
+        "is_causal": (config.get("is_causal"), (None, False)),
+        "attention_sink_bias": (dflash_key(config, "attention_sink_bias"), (None, False)),
+        "add_swa_attention_sink_bias": (config.get("add_swa_attention_sink_bias"), (None, False)),
+        "attention_bias": (config.get("attention_bias"), (None, False)),
+        "attention_value_scale": (dflash_key(config, "attention_value_scale"), (None, 1)),
+        "is_neox_style": (config.get("is_neox_style"), (None, True)),
+        "hidden_act": (config.get("hidden_act"), (None, "silu")),
+        "logit_scale": (config.get("logit_scale"), (None, 1)),
+        "use_aux_hidden_state": (dflash_key(config, "use_aux_hidden_state"), (None, True)),
+        "draft_vocab_size": (config.get("draft_vocab_size"), (None, config["vocab_size"])),
+        "target_hidden_size": (config.get("target_hidden_size"), (None, config["hidden_size"])),
+        "eagle_config": (config.get("eagle_config"), (None, {})),
+        "eagle_aux_hidden_state_layer_ids": (config.get("eagle_aux_hidden_state_layer_ids"), (None, [i + 1 for i in ids])),
+        "quantization_config": (config.get("quantization_config"), (None,)),
     }
-    found = [name for name, value in unsupported.items() if value]
+    found = [f"{name}={value!r}" for name, (value, same) in changes.items() if value not in same]
     if found:
-        raise ConfigError(f"this DFlash draft uses {', '.join(found)}, which training does not reproduce; full non-causal attention only")
+        raise ConfigError(f"this DFlash draft has {', '.join(found)}, which training does not support: it would not replay what the engine drafts")

@@ -15,6 +15,7 @@ from verl_opd.drafts import files
 from verl_opd.drafts.dflash import config as dflash_config
 from verl_opd.drafts.dflash.model import DFlashDraft
 from verl_opd.drafts.dflash.replay import slot_positions, visibility
+from verl_opd.errors import ConfigError
 from verl_opd.opd.layout import Layout
 
 
@@ -26,6 +27,8 @@ class DFlash:
         return dflash_config.derive_config(target, draft, num_speculative_tokens)
 
     def load_config(self, path: str) -> dict[str, Any]:
+        if (Path(path) / "mask_embedding.pt").exists():
+            raise ConfigError(f"draft.path={path}: a separate mask embedding (mask_embedding.pt) is not supported; the target's row is used")
         return files.read_config(path)
 
     def check(
@@ -34,7 +37,7 @@ class DFlash:
         dflash_config.check(config, target, num_speculative_tokens, allow_block_size_mismatch)
 
     def layer_ids(self, config: Mapping[str, Any]) -> list[int]:
-        return list(dflash_config.dflash_key(config, "target_layer_ids"))
+        return dflash_config.target_layer_ids(config)
 
     def mask_token_id(self, config: Mapping[str, Any]) -> int:
         return int(dflash_config.dflash_key(config, "mask_token_id"))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from verl_opd.drafts.dflash.config import dflash_key, rope_theta
+from verl_opd.drafts.dflash.config import rope_theta, target_layer_ids
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Shape:
             layers=config["num_hidden_layers"],
             heads=config["num_attention_heads"],
             kv_heads=config["num_key_value_heads"],
-            head_dim=config.get("head_dim") or hidden // config["num_attention_heads"],
+            head_dim=config["head_dim"],
             intermediate=config["intermediate_size"],
-            features=hidden * len(dflash_key(config, "target_layer_ids")),
+            features=hidden * len(target_layer_ids(config)),
             eps=config["rms_norm_eps"],
             theta=rope_theta(config),
         )
@@ -61,12 +61,16 @@ class RMSNorm(nn.Module):
 Rotation = tuple[Tensor, Tensor]
 
 
-def rotation(positions: Tensor, head_dim: int, theta: float) -> Rotation:
-    """cos and sin [b, 1, L, head_dim] in float32 for integer positions [b, L] (half-split "neox" layout)."""
+def rotation(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotation:
+    """cos and sin [b, 1, L, head_dim] for integer positions [b, L] (half-split "neox" layout).
+
+    Angles are float32, the tables are then rounded to the draft's `dtype` as the engine does (vLLM RotaryEmbedding.cos_sin_cache).
+    """
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
-    angles = positions.float().unsqueeze(-1) / torch.pow(torch.tensor(theta, device=positions.device), exponent)
+    # the reciprocal first, as engines do: dividing instead moves float32 angles by milliradians at position 30000
+    angles = positions.float().unsqueeze(-1) * (1.0 / theta**exponent)
     angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
-    return angles.cos(), angles.sin()
+    return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def rotate(x: Tensor, rope: Rotation) -> Tensor:
@@ -146,9 +150,9 @@ class DFlashDraft(nn.Module):
     def forward(self, features: Tensor, slot_embeds: Tensor, slot_positions: Tensor, mask: Tensor) -> Tensor:
         """features [b, C, n*h]; slot_embeds [b, M, h]; slot_positions [b, M] int64; mask [b, 1, M, C+M] bool (True = visible).
         Returns [b, M, h] after the final norm."""
-        context = self.hidden_norm(self.fc(features))
+        context = self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
         context_positions = torch.arange(features.shape[1], device=features.device).expand(features.shape[0], -1)
-        key_rope = rotation(torch.cat((context_positions, slot_positions), dim=1), self.shape.head_dim, self.shape.theta)
+        key_rope = rotation(torch.cat((context_positions, slot_positions), dim=1), self.shape.head_dim, self.shape.theta, context.dtype)
         count = slot_positions.shape[1]
         slot_rope = (key_rope[0][:, :, -count:], key_rope[1][:, :, -count:])
         slots = slot_embeds.to(context.dtype)
