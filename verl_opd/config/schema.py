@@ -68,7 +68,7 @@ class RolloutConfig:
     top_p: float = 1.0
     top_k: int = -1
     max_num_seqs: int = 32  # per replica
-    max_model_len: int | None = None  # null = max_prompt_length + max_response_length + K + 1
+    max_model_len: int | None = None  # null = max_prompt_length + max_response_length + 2K, so that no proposal is cut
     gpu_memory_utilization: float = 0.4
     enforce_eager: bool = True
     kv_cache_gb: int | None = None  # CPU only: KV cache size per replica

@@ -36,7 +36,7 @@ class Fleet:
         count = cfg.rollout.agent.num_workers or cfg.trainer.n_student_workers
         self._agents = [
             AgentLoopWorker.options(**driver_options()).remote(
-                cfg.rollout.agent.loop, self.servers, router, cfg.rollout.agent.max_concurrency
+                cfg.rollout.agent.loop, self.servers, router, cfg.rollout.agent.max_concurrency, cfg.rollout.request_timeout
             )
             for _ in range(count)
         ]

@@ -104,7 +104,7 @@ def engine_settings(plan: Plan, placement: Placement, draft_path: Path, logs: Pa
     """One engine per student worker, all equal but for cores and log file."""
     cfg, family = plan.cfg, get_family(plan.cfg.draft.family)
     rollout, data = cfg.rollout, cfg.data
-    length = rollout.max_model_len or data.max_prompt_length + data.max_response_length + rollout.num_speculative_tokens + 1
+    length = rollout.max_model_len or data.max_prompt_length + data.max_response_length + 2 * rollout.num_speculative_tokens
     return [
         EngineSettings(
             target_path=cfg.target.path,

@@ -16,22 +16,29 @@ from verl_opd.rollout.server import GenerateResult
 
 
 class Servers:
-    """The servers as an agent loop sees them: one call, routed."""
+    """The servers as an agent loop sees them: one call, routed. All requests of a session go to one server."""
 
-    def __init__(self, servers: Sequence[Any], router: Any) -> None:
-        self._servers, self._router = servers, router
+    def __init__(self, servers: Sequence[Any], router: Any, timeout: float) -> None:
+        self._servers, self._router, self._timeout = servers, router, timeout
 
     async def generate(self, session: str, request_id: str, prompt_ids: Sequence[int], sampling: dict[str, Any]) -> GenerateResult:
+        """RolloutError when the response takes longer than rollout.request_timeout."""
         index = await self._router.acquire.remote(session)
         try:
-            result: GenerateResult = await self._servers[index].generate.remote(request_id, prompt_ids, sampling)
+            work = self._servers[index].generate.remote(request_id, prompt_ids, sampling)
+            result: GenerateResult = await asyncio.wait_for(work, self._timeout)
             return result
+        except asyncio.TimeoutError as error:
+            raise RolloutError(f"no response from server {index} within rollout.request_timeout={self._timeout:g} s") from error
         finally:
             await self._router.release.remote(session)
 
+    async def close(self, session: str) -> None:
+        await self._router.close.remote(session)
+
 
 class AgentLoop(ABC):
-    """One instance serves all samples of a worker; `run` must not keep state between them."""
+    """One instance serves all samples of a worker; `run` must not keep state between them. The sample id is the session."""
 
     def __init__(self, servers: Servers) -> None:
         self.servers = servers
@@ -68,8 +75,9 @@ def get_agent_loop(name: str) -> type[AgentLoop]:
 class AgentLoopRunner:
     """Runs one agent loop per prompt, many at a time."""
 
-    def __init__(self, loop: str, servers: Sequence[Any], router: Any, max_concurrency: int) -> None:
-        self._loop = get_agent_loop(loop)(Servers(servers, router))
+    def __init__(self, loop: str, servers: Sequence[Any], router: Any, max_concurrency: int, request_timeout: float) -> None:
+        self._servers = Servers(servers, router, request_timeout)
+        self._loop = get_agent_loop(loop)(self._servers)
         self._limit = asyncio.Semaphore(max_concurrency)
 
     async def run(self, prompts: Sequence[Prompt], sampling: dict[str, Any], draft_version: int) -> list[RolloutSample]:
@@ -82,6 +90,8 @@ class AgentLoopRunner:
                 return await self._loop.run(prompt, sampling, draft_version)
             except Exception as error:
                 raise RolloutError(f"sample {prompt.sample_id}: {error}") from error
+            finally:
+                await self._servers.close(prompt.sample_id)
 
 
 # AgentLoopRunner as a Ray actor.

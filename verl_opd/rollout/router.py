@@ -8,7 +8,7 @@ import ray
 
 
 class Router:
-    """Sessions stick to a server while they live, so that a multi-turn loop finds its prefix cached."""
+    """Sessions stick to a server until they are closed, so that a multi-turn loop finds its prefix cached."""
 
     def __init__(self, servers: int) -> None:
         if servers < 1:
@@ -22,11 +22,13 @@ class Router:
         self.outstanding[server] += 1
         return server
 
-    def release(self, session: str, *, last: bool = True) -> None:
-        """One request of `session` is done; `last` forgets the session. KeyError for a session that holds none."""
+    def release(self, session: str) -> None:
+        """One request of `session` is done; the session keeps its server. KeyError for a session that is not open."""
         self.outstanding[self._sessions[session]] -= 1
-        if last:
-            del self._sessions[session]
+
+    def close(self, session: str) -> None:
+        """Forget `session`; one that never acquired a server is no error."""
+        self._sessions.pop(session, None)
 
 
 # Router as a Ray actor, shared by all agent loop workers.

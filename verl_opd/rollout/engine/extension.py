@@ -26,16 +26,18 @@ class OpdWorkerExtension:
         return worker
 
     def opd_install(self: Any) -> dict[str, Any]:
-        """Attach recorder, loader and switch to the live runner; returns the facts that the probe compares."""
+        """Attach recorder, loader and switch to the live runner, once; returns the facts that the probe compares."""
         if self.opd_failure:
             return {"failure": self.opd_failure}
         try:
             runner = self.model_runner
-            self.opd_recorder = VerifyRecorder()
-            seam = attach_recorder(runner, self.opd_recorder)
-            self.opd_loader = DraftLoader(runner)
-            self.opd_switch = DraftingSwitch(runner)
-            return {"failure": "", "seam": seam, **_drafter_facts(runner)}
+            if hasattr(self, "opd_recorder"):
+                return {"failure": "", "seam": "attached before", **_drafter_facts(runner)}
+            facts = _drafter_facts(runner)
+            recorder, switch = VerifyRecorder(), DraftingSwitch(runner)
+            seam = attach_recorder(runner, recorder, switch)
+            self.opd_recorder, self.opd_switch, self.opd_loader = recorder, switch, DraftLoader(runner)
+            return {"failure": "", "seam": seam, **facts}
         except Exception as error:  # reported by the probe, which stops the run with it
             return {"failure": f"{type(error).__name__}: {error}"}
 
@@ -80,6 +82,8 @@ def _drafter_facts(runner: Any) -> dict[str, Any]:
         "num_speculative_tokens": int(runner.speculative_config.num_speculative_tokens),
         "mask_token_id": int(drafter.parallel_drafting_token_id),
         "aux_layer_ids": [int(i) for i in aux],
+        "tensor_parallel_size": int(runner.parallel_config.tensor_parallel_size),
+        "own_mask_embedding": bool(getattr(model.model, "has_separate_mask_embedding", False)),
         "draft_class": type(model).__name__,
         "runner_class": type(runner).__name__,
         "async_scheduling": bool(getattr(runner, "use_async_scheduling", False)),

@@ -31,7 +31,7 @@ class _Step:
 @dataclass
 class _Request:
     steps: list[_Step] = field(default_factory=list)
-    touched: float = field(default_factory=time.monotonic)
+    touched: float = field(default_factory=lambda: time.monotonic())
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ class StepInputs:
 
     req_ids: internal ids, one per row. num_drafts: proposals per row. draft_ids [sum]: flattened by row. sampled [rows, width]: accepted proposals, one target
     token, then -1. logits [L, V]: raw target logits; target_rows [sum]: row of `logits` that verifies each proposal. discarded: rows whose token
-    is thrown away (a prompt chunk that is not the last). temperature [rows] or None when all rows are greedy.
+    is thrown away (a prompt chunk that is not the last). temperature [rows] or None when all rows are greedy. from_draft: whether the draft made the
+    proposals; near max_model_len the runner has placeholders verified instead.
     """
 
     req_ids: Sequence[str]
@@ -51,6 +52,7 @@ class StepInputs:
     target_rows: Tensor
     discarded: Sequence[bool]
     temperature: Tensor | None
+    from_draft: bool = True
 
 
 def accepted_count(row: Sequence[int], drafts: Sequence[int]) -> int:
@@ -82,7 +84,8 @@ class VerifyRecorder:
     """Verify steps by internal request id, handed out once through `pop`.
 
     A request's first sampled token comes from prefill and is no event; every later step is one: (accepted, drafted ids, target log-probs of the
-    refused ones), or (0, [], []) when nothing was drafted. Counters say what was seen and what failed.
+    refused ones), or (0, [], []) when nothing was drafted. Placeholders verified in place of proposals teach nothing: every token that such a step
+    commits is a draft-free event. Counters say what was seen and what failed.
     """
 
     def __init__(self) -> None:
@@ -123,6 +126,10 @@ class VerifyRecorder:
                 continue
             request.touched = time.monotonic()
             accepted = accepted_count(packed[row * width : (row + 1) * width], drafts)
+            if not step.from_draft:
+                request.steps.extend(_Step(0, [], None) for _ in range(accepted + 1))
+                self.counts["draft_free_rows"] += 1
+                continue
             noted = _Step(accepted, drafts, None)
             request.steps.append(noted)
             self.counts["verify_rows" if count else "draft_free_rows"] += 1
@@ -146,7 +153,7 @@ class VerifyRecorder:
         for external in external_ids:
             name = external if external in self._requests else by_base.get(external)
             request = self._requests.pop(name) if name is not None else None
-            popped[external] = None if request is None else [_event(step) for step in request.steps]
+            popped[external] = None if request is None else _events(request.steps)
         self._expire()
         return popped
 
@@ -160,5 +167,10 @@ class VerifyRecorder:
         return {**self.counts, "open_requests": len(self._requests), "last_error": self.last_error}
 
 
-def _event(step: _Step) -> tuple[int, list[int], list[float]]:
-    return step.accepted, step.drafted, [] if step.logprobs is None else step.logprobs.tolist()
+def _events(steps: Sequence[_Step]) -> list[tuple[int, list[int], list[float]]]:
+    """Plain events of one request; all its log-probs come to the host in one copy."""
+    parts = [step.logprobs for step in steps if step.logprobs is not None]
+    values = iter(torch.cat(parts).tolist() if parts else [])
+    return [
+        (step.accepted, step.drafted, [] if step.logprobs is None else [next(values) for _ in range(len(step.logprobs))]) for step in steps
+    ]
