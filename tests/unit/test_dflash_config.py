@@ -20,7 +20,9 @@ FAMILY = get_family("dflash")
 
 
 def _qwen3_4b() -> PretrainedConfig:
-    return Qwen3Config(hidden_size=2560, num_hidden_layers=36, vocab_size=151936, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    return Qwen3Config(
+        hidden_size=2560, num_hidden_layers=36, vocab_size=151936, rope_parameters={"rope_type": "default", "rope_theta": 1e6}
+    )
 
 
 def _error(config: dict[str, Any], target: PretrainedConfig | None = None, tokens: int = 3) -> str:

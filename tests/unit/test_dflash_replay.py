@@ -258,7 +258,9 @@ def test_the_reference_tells_neighbouring_anchors_apart() -> None:
 @pytest.mark.parametrize("theta", [10000.0, 1e6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rotation_equals_transformers(theta: float, dtype: torch.dtype) -> None:
-    config = Qwen3Config(hidden_size=HIDDEN, head_dim=16, num_attention_heads=2, rope_parameters={"rope_type": "default", "rope_theta": theta})
+    config = Qwen3Config(
+        hidden_size=HIDDEN, head_dim=16, num_attention_heads=2, rope_parameters={"rope_type": "default", "rope_theta": theta}
+    )
     positions = torch.tensor([[0, 1, 2, 40, 511, 4000, 32000]])
     x = torch.randn(1, 2, 7, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
     cos, sin = Qwen3RotaryEmbedding(config)(x, positions)

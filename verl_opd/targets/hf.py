@@ -38,9 +38,10 @@ class HFTarget:
         attention: str = "sdpa",
         trust_remote_code: bool = False,
     ) -> None:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=getattr(torch, dtype), attn_implementation=attention, trust_remote_code=trust_remote_code, output_loading_info=True
         )
+        model, report = loaded
         if report["missing_keys"]:  # transformers would leave these at random values
             raise ConfigError(f"target.path={path} lacks weights: {', '.join(sorted(report['missing_keys'])[:5])}")
         model.requires_grad_(False).eval().to(device)

@@ -82,7 +82,9 @@ def _rope(config: Mapping[str, Any], what: str) -> dict[str, Any]:
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = rope.pop("rope_theta", config.get("rope_theta"))
     if theta is None:
-        raise ConfigError(f"the {what}'s config.json has no rope_theta: add the value it was trained with, a guess silently lowers acceptance")
+        raise ConfigError(
+            f"the {what}'s config.json has no rope_theta: add the value it was trained with, a guess silently lowers acceptance"
+        )
     legacy = rope.pop("type", "default")
     return {"rope_theta": float(theta), "rope_type": rope.pop("rope_type", legacy), "extra": rope}
 
@@ -146,7 +148,7 @@ def _check_supported(config: Mapping[str, Any]) -> None:
     if rope["rope_type"] != "default":
         raise ConfigError(f"the draft's rope_type={rope['rope_type']!r} is not supported; only 'default' is")
     ids = target_layer_ids(config)
-    changes = {  # key -> (value, values under which the network is the one replayed here)
+    changes: dict[str, tuple[Any, tuple[Any, ...]]] = {  # key -> (value, values under which the network is the one replayed here)
         **{key: (value, (None,)) for key, value in rope["extra"].items()},
         "partial_rotary_factor": (config.get("partial_rotary_factor", rope["extra"].get("partial_rotary_factor")), (None, 1)),
         "layer_types": (sorted(set(config.get("layer_types") or []) - {"full_attention"}), ([],)),
@@ -169,4 +171,6 @@ def _check_supported(config: Mapping[str, Any]) -> None:
     }
     found = [f"{name}={value!r}" for name, (value, same) in changes.items() if value not in same]
     if found:
-        raise ConfigError(f"this DFlash draft has {', '.join(found)}, which training does not support: it would not replay what the engine drafts")
+        raise ConfigError(
+            f"this DFlash draft has {', '.join(found)}, which training does not support: it would not replay what the engine drafts"
+        )

@@ -28,7 +28,9 @@ class DFlash:
 
     def load_config(self, path: str) -> dict[str, Any]:
         if (Path(path) / "mask_embedding.pt").exists():
-            raise ConfigError(f"draft.path={path}: a separate mask embedding (mask_embedding.pt) is not supported; the target's row is used")
+            raise ConfigError(
+                f"draft.path={path}: a separate mask embedding (mask_embedding.pt) is not supported; the target's row is used"
+            )
         return files.read_config(path)
 
     def check(

@@ -1,0 +1,35 @@
+"""Layer ids: which layers are read by default, and how each library counts them."""
+
+from __future__ import annotations
+
+import pytest
+
+from verl_opd.errors import ConfigError
+from verl_opd.targets.layers import default_layer_ids, hf_hidden_state_index, vllm_aux_layer_id
+
+
+@pytest.mark.parametrize(
+    ("layers", "count", "ids"),
+    [
+        (36, 5, [1, 9, 17, 25, 33]),  # Qwen3-4B
+        (30, 5, [1, 8, 14, 20, 27]),
+        (36, 2, [1, 33]),
+        (36, 1, [18]),
+        (8, 3, [1, 3, 5]),
+        (5, 2, [1, 2]),
+        (1, 1, [0]),
+    ],
+)
+def test_default_layers(layers: int, count: int, ids: list[int]) -> None:
+    assert default_layer_ids(layers, count) == ids
+
+
+@pytest.mark.parametrize(("layers", "count"), [(6, 5), (4, 2), (3, 2), (2, 2), (36, 0)])
+def test_more_features_than_layers_can_give(layers: int, count: int) -> None:
+    with pytest.raises(ConfigError, match=rf"draft\.num_target_features={count} does not fit a target of {layers} layers"):
+        default_layer_ids(layers, count)
+
+
+def test_conventions() -> None:
+    assert [hf_hidden_state_index(i) for i in (0, 35)] == [1, 36]
+    assert [vllm_aux_layer_id(i) for i in (0, 35)] == [1, 36]
