@@ -132,7 +132,7 @@ class TraceCheck:
 
 
 class KeyRequired:
-    """ASGI middleware: every path but /health and /metrics needs `Authorization: Bearer <key>`. vLLM's own check leaves /invocations open."""
+    """ASGI wrapper: every path but /health and /metrics needs `Authorization: Bearer <key>`. vLLM's own check leaves /invocations open."""
 
     _OPEN = ("/health", "/metrics")
 
@@ -223,8 +223,7 @@ class RolloutEngine:
         tasks = await self._engine.get_supported_tasks()
         app = build_app(args, tasks, self._engine.model_config)
         await init_app_state(self._engine, app.state, args, tasks)
-        app.add_middleware(KeyRequired, key=self._key)
-        config = uvicorn.Config(app, log_level="warning", lifespan="off", access_log=False)
+        config = uvicorn.Config(KeyRequired(app, self._key), log_level="warning", lifespan="off", access_log=False)
         self._http = uvicorn.Server(config)
         self._http.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
         self._http_task = asyncio.create_task(self._http.serve(sockets=[listener]))

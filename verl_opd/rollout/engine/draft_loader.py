@@ -45,7 +45,11 @@ def unpacked_linears() -> Iterator[None]:
 
 
 def keep_drafts_loadable() -> None:
-    """Make every drafter of this process load its model with `unpacked_linears`; idempotent. The target keeps its fast path."""
+    """On CPU, make every drafter of this process load its model with `unpacked_linears`; idempotent. The target keeps its fast path."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
     inner: Callable[[Any], nn.Module] = SpecDecodeBaseProposer._get_model
@@ -104,14 +108,13 @@ class DraftLoader:
         self._check(model, tensors, expected_checksum, path)
         inner = model.model
         assert isinstance(inner, nn.Module)
-        before = {name: getattr(inner, name, None) for name in _BUFFERS}
+        held = _fused(inner)
         with torch.no_grad():
             model.load_weights(iter(tensors.items()))  # type: ignore[operator]
-            for name, old in before.items():
-                new = getattr(inner, name, None)
-                if isinstance(old, Tensor) and isinstance(new, Tensor) and new is not old:
-                    old.copy_(new)
-                    setattr(inner, name, old)
+            rebuilt = _fused(inner)
+            for name, tensor in held.items():
+                tensor.copy_(rebuilt[name])
+                setattr(inner, name, tensor)
         self.version = version
         return self.read_back()
 
@@ -142,13 +145,20 @@ class DraftLoader:
         }
 
 
-def _fused_consistent(inner: nn.Module) -> bool:
-    fused = getattr(inner, "_fused_kv_weight", None)
-    if fused is None:
+def _fused(inner: nn.Module) -> dict[str, Tensor]:
+    return {name: value for name in _BUFFERS if isinstance(value := getattr(inner, name, None), Tensor)}
+
+
+def _fused_consistent(inner: Any) -> bool:
+    """Whether building the fused copies again would change them; the tensors that graphs may hold stay in place."""
+    held = _fused(inner)
+    if not held:
         return True
-    layers: Any = inner.layers
-    rebuilt = torch.cat([layer.self_attn.qkv_proj.weight[layer.self_attn.q_size :] for layer in layers], dim=0)
-    return torch.equal(fused, rebuilt)
+    inner._build_fused_kv_buffers()
+    rebuilt = _fused(inner)
+    for name, tensor in held.items():
+        setattr(inner, name, tensor)
+    return all(torch.equal(tensor, rebuilt[name]) for name, tensor in held.items())
 
 
 def target_checksum(runner: Any) -> str:
