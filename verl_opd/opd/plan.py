@@ -104,8 +104,8 @@ def _subsample(pairs: list[tuple[int, int]], limit: int) -> list[tuple[int, int]
 
 
 def _assemble(block_size: int, response_ids: Sequence[int], spans: Sequence[tuple[int, int]], refused: Sequence[Refusal]) -> BlockPlan:
-    """spans: (anchor, number of supervised offsets). Anchors that supervise nothing are left out."""
-    anchors = tuple(sorted({anchor for anchor, reach in spans if reach > 0} | {item.anchor for item in refused}))
+    """spans: (anchor, number of supervised offsets, at least 1). A block is there for its span, its refusals, or both."""
+    anchors = tuple(sorted({anchor for anchor, _ in spans} | {item.anchor for item in refused}))
     index = {anchor: position for position, anchor in enumerate(anchors)}
     slots = [(anchor, offset) for anchor, reach in spans for offset in range(1, reach + 1)]
     return BlockPlan(
