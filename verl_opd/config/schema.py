@@ -128,6 +128,7 @@ class TrainingConfig:
     lm_head_chunk_size: int = 512  # rows
     gradient_checkpointing: bool = False
     attention: str = "sdpa"
+    feature_cache_mb: int = 0  # per rank: keeps target features of sequences that are trained on again
     num_threads: int | None = None  # CPU threads per rank; null = cores / student workers
 
 

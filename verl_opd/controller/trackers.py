@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from pathlib import Path
 from typing import Any, Protocol
@@ -53,12 +54,11 @@ class WandbTracker:
     def __init__(self, run_dir: Path, project: str, name: str, config: dict[str, Any]) -> None:
         try:
             import wandb
-            from wandb.util import generate_id
         except ImportError as error:
             raise ConfigError("trainer.logger lists wandb, but wandb is not installed: pip install 'verl-opd[wandb]'") from error
         id_file = run_dir / "wandb_id"
         if not id_file.exists():
-            id_file.write_text(generate_id())
+            id_file.write_text(secrets.token_hex(4))
         self._run = wandb.init(project=project, name=name, id=id_file.read_text(), resume="allow", dir=str(run_dir), config=config)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:

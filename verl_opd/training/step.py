@@ -23,6 +23,7 @@ from verl_opd.opd.losses import LossSpec, StreamTotals, bernoulli_forward_kl, co
 from verl_opd.opd.metrics import StepMetrics
 from verl_opd.opd.plan import BlockPlan, TrainItem
 from verl_opd.targets.base import TargetBackend, TargetFeatures
+from verl_opd.targets.cache import CachedTarget
 from verl_opd.targets.hf import HFTarget
 from verl_opd.training.lm_head import label_logprobs, row_forward_kl, slot_logprobs
 from verl_opd.training.optim import build_optimizer
@@ -42,7 +43,7 @@ class DraftTrainer:
         self.cfg, self.draft_config, self.rank, self.world_size = cfg, dict(draft_config), rank, world_size
         self.device = torch.device(device)
         self.family = get_family(cfg.draft.family)
-        self.target: TargetBackend = target or HFTarget(
+        frozen: TargetBackend = target or HFTarget(
             cfg.target.path,
             dtype=cfg.target.dtype,
             layer_ids=self.family.layer_ids(draft_config),
@@ -50,6 +51,8 @@ class DraftTrainer:
             attention=cfg.training.attention,
             trust_remote_code=cfg.target.trust_remote_code,
         )
+        cache_mb = cfg.training.feature_cache_mb
+        self.target: TargetBackend = CachedTarget(frozen, cache_mb << 20) if cache_mb else frozen
         draft = self.family.build(draft_config, seed=cfg.trainer.seed, init_std=cfg.draft.init_std)
         if cfg.draft.path is not None:
             self.family.load_weights(draft, cfg.draft.path)

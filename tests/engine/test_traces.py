@@ -1,0 +1,114 @@
+"""What the recorder says must be what the engine did, checked against transformers on the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.engine.conftest import FAMILY, K, LiveEngine
+from verl_opd.opd.layout import build_layout
+from verl_opd.opd.plan import TrainItem, plan_opd
+from verl_opd.opd.trace import RolloutSample, VerifyTrace, check_trace, from_extra_fields, refusals
+from verl_opd.rollout.server import GenerateResult
+from verl_opd.targets.hf import HFTarget
+
+pytestmark = pytest.mark.engine
+
+
+def trace_of(result: GenerateResult) -> VerifyTrace:
+    trace = from_extra_fields(result.extra_fields, len(result.token_ids))
+    check_trace(trace, result.token_ids)
+    return trace
+
+
+def logprob(model: torch.nn.Module, prefix: Sequence[int], token: int, temperature: float = 1.0) -> float:
+    with torch.no_grad():
+        logits = model(torch.tensor([list(prefix)])).logits[0, -1].double()
+    return float(torch.log_softmax(logits / temperature, -1)[token])
+
+
+def test_greedy_traces_explain_every_token_of_32_concurrent_requests(live: LiveEngine, prompts):
+    before = live.call(live.engine.recorder_stats())
+    results = live.generate_all("many", prompts)
+    for result in results:
+        trace = trace_of(result)
+        assert len(result.token_ids) == 24
+        assert trace.steps
+        assert all(len(step.drafted) == K for step in trace.steps)
+    stats = live.call(live.engine.recorder_stats())
+    assert stats["errors"] == 0, stats["last_error"]
+    assert stats["open_requests"] == before["open_requests"]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_refused_logprobs_are_the_targets_on_the_drafts_own_prefix(live: LiveEngine, prompts, temperature: float):
+    model = AutoModelForCausalLM.from_pretrained(live.settings.target_path, dtype=torch.float32)
+    result = live.generate(f"refused-{temperature}", prompts[0], temperature=temperature, seed=5, max_tokens=10)
+    trace = trace_of(result)
+    checked = 0
+    for step in trace.steps:
+        known = [*prompts[0], *result.token_ids[: step.anchor + 1]]
+        for item in refusals(VerifyTrace(trace.response_len, (step,))):
+            prefix = [*known, *step.drafted[: item.offset - 1]]
+            assert item.logprob == pytest.approx(logprob(model, prefix, item.token, temperature or 1.0), abs=2e-3)
+            checked += 1
+    assert checked >= 2 * K
+
+
+def test_speculation_changes_no_greedy_token_and_drafting_can_be_switched_off(live: LiveEngine, prompts):
+    drafted = live.generate_all("on", prompts[:8])
+    assert live.call(live.engine.set_drafting(False))
+    plain = live.generate_all("off", prompts[:8])
+    assert live.call(live.engine.set_drafting(True))
+    again = live.generate_all("on-again", prompts[:8])
+    assert [r.token_ids for r in plain] == [r.token_ids for r in drafted] == [r.token_ids for r in again]
+    assert all(not trace_of(r).steps and trace_of(r).draft_free == tuple(range(1, 24)) for r in plain)
+    assert [trace_of(r).steps for r in again] == [trace_of(r).steps for r in drafted]
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5])
+def test_a_response_that_ends_inside_a_block_commits_only_what_it_holds(live: LiveEngine, prompts, length: int):
+    result = live.generate(f"short-{length}", prompts[1], max_tokens=length)
+    trace = trace_of(result)
+    assert len(result.token_ids) == length
+    assert result.finish_reason == "length"
+    assert sum(step.committed for step in trace.steps) == length - 1
+    assert set(result.extra_fields) == set(live.generate(f"full-{length}", prompts[1]).extra_fields)
+
+
+def test_an_eos_inside_a_response_ends_its_trace(live: LiveEngine, prompts):
+    full = live.generate("eos-full", prompts[2])
+    stop = full.token_ids[9]
+    result = live.generate("eos-cut", prompts[2], stop_token_ids=[stop])
+    assert result.finish_reason == "stop"
+    assert result.token_ids == full.token_ids[: full.token_ids.index(stop) + 1]
+    trace_of(result)
+
+
+def test_replayed_slots_choose_what_the_engine_proposed(live: LiveEngine, prompts):
+    """The strongest alignment check: layer ids, positions, mask, anchor, head and weights all have to agree for this to hold."""
+    draft = FAMILY.build(live.draft_config, seed=1, init_std=0.02)
+    FAMILY.load_weights(draft, live.settings.draft_path)
+    target = HFTarget(live.settings.target_path, dtype="float32", layer_ids=FAMILY.layer_ids(live.draft_config))
+    mask = target.embed(torch.tensor(FAMILY.mask_token_id(live.draft_config)))
+    mismatched = compared = 0
+    for index, prompt in enumerate(prompts[:6]):
+        result = live.generate(f"replay-{index}", prompt)
+        sample = RolloutSample(f"0-{index}", "t", tuple(prompt), result.token_ids, trace_of(result), 0, "length")
+        layout = build_layout([TrainItem("0", sample.prompt_ids, sample.response_ids, plan_opd(sample, block_size=K + 1))])
+        features = target.features(layout.input_ids, layout.lengths)
+        embeds = mask.expand(1, layout.anchors.shape[1], K + 1, -1).clone()
+        embeds[:, :, 0] = target.embed(layout.input_ids.gather(1, layout.anchors))
+        with torch.no_grad():
+            hidden = FAMILY.replay(draft, features.aux[:, : layout.context_len], embeds, layout)
+        chosen = (hidden[0] @ target.lm_head_weight.T).argmax(-1).view(-1, K + 1)[:, 1:].tolist()
+        by_anchor = {int(anchor) - len(prompt): row for anchor, row in zip(layout.anchors[0], chosen, strict=True)}
+        for step in sample.trace.steps:
+            if step.anchor in by_anchor:
+                mismatched += sum(a != b for a, b in zip(by_anchor[step.anchor], step.drafted, strict=True))
+                compared += K
+    assert compared > 200
+    assert mismatched == 0
