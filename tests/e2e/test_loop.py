@@ -1,0 +1,128 @@
+"""Warm-up, OPD, validation, kill, resume and export of one tiny run; and the run that must become nearly perfect."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import ROOT, command, environment, metrics_of, run, write_prompts
+from verl_opd.config.schema import OptimConfig
+from verl_opd.training.optim import lr_at
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+
+def descendants(pid: int) -> set[int]:
+    """Process ids below `pid`, by /proc."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parents[int(entry.name)] = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+    found, grown = {pid}, True
+    while grown:
+        more = {child for child, parent in parents.items() if parent in found} - found
+        found |= more
+        grown = bool(more)
+    return found - {pid}
+
+
+def alive(pids: set[int]) -> set[int]:
+    states = {}
+    for pid in pids:
+        try:
+            states[pid] = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return {pid for pid, state in states.items() if state != "Z"}
+
+
+def wait_for(condition, seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds:.0f} s for {what}"
+        time.sleep(0.5)
+
+
+def test_a_killed_run_resumes_where_it_was_and_ends_as_planned(tiny_llama_dir: Path, folder: Path):
+    overrides = ["trainer.warmup_steps=1", "trainer.save_freq=1", "warmup.updates_per_step=2", "trainer.updates_per_step=2"]
+    arguments = command(tiny_llama_dir, folder, *overrides)
+    store = folder / "run" / "checkpoints"
+    with (folder / "first.log").open("w") as log:
+        first = subprocess.Popen(arguments, cwd=ROOT, env=environment(), stdout=log, stderr=log)
+    wait_for(lambda: (store / "step_2").exists() or first.poll() is not None, 300, "the second checkpoint")
+    assert first.poll() is None, (folder / "first.log").read_text()[-3000:]
+    family = descendants(first.pid)
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    wait_for(lambda: not alive(family), 120, f"processes of the killed run to end: {alive(family)}")
+
+    saved = json.loads((store / "latest" / "state.json").read_text())
+    output = run(arguments)
+    assert "resuming from" in output
+
+    steps = {row["training/global_step"]: row for row in metrics_of(folder) if "training/global_step" in row}
+    assert sorted(steps) == [1, 2, 3, 4]
+    optim = OptimConfig()
+    expected = [sum(lr_at(2 * i + j, 6, optim) for j in range(2)) / 2 for i in range(3)]
+    assert [steps[step]["actor/lr"] for step in (2, 3, 4)] == pytest.approx(expected)
+    assert [steps[step]["training/update_step"] for step in (1, 2, 3, 4)] == [2, 4, 6, 8]
+    assert all(steps[step]["opd/weight_sync/version"] == steps[step]["training/update_step"] for step in steps)
+    assert all(steps[step]["opd/rollout/empty_reject_ratio"] == 0 for step in (2, 3, 4))
+    assert all(steps[step]["actor/distillation/loss"] > 0 for step in steps)
+
+    final = json.loads((store / "latest" / "state.json").read_text())
+    assert final["progress"]["opd_step"] == 3
+    assert final["data"]["prompts_sha256"] == saved["data"]["prompts_sha256"]
+    assert final["data"]["epoch"] * 2 + final["data"]["batch"] == 4
+    assert set(final["progress"]["results"]) == {"before", "after_warmup", "after_opd"}
+    assert final["progress"]["results"]["before"] == saved["progress"]["results"]["before"]
+    stages = [row for row in metrics_of(folder) if "test_rollout/tiny/vllm_spec_accept_length" in row]
+    assert len(stages) == 3, "no evaluation ran twice"
+
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    assert "vllm serve" in summary["serve"]
+    assert summary["serve"] in output
+    assert "its summary" in run(arguments), "a finished run only shows its summary"
+    exported = folder / "out"
+    run([sys.executable, "-m", "verl_opd.cli", "export", str(folder / "run"), "--out", str(exported)])
+    assert {path.name for path in exported.iterdir()} == {"config.json", "model.safetensors"}
+
+
+def test_an_overfitted_draft_is_nearly_always_accepted_also_by_plain_vllm(tiny_llama_dir: Path, folder: Path):
+    """tau near K + 1 on one memorised prompt catches nearly every misalignment of layers, positions, labels, masks, heads and weights."""
+    for name in ("train", "val"):
+        write_prompts(folder / f"{name}.jsonl", ["remember this"] * 4)
+    run(
+        command(
+            tiny_llama_dir,
+            folder,
+            "trainer.warmup_steps=1",
+            "trainer.total_training_steps=1",
+            "warmup.updates_per_step=120",
+            "warmup.lr=3e-3",
+            "warmup.samples_per_update=2",
+            "warmup.anchors_per_sample=23",
+            "optim.lr=1e-4",
+            "draft.init_std=0.05",
+            "trainer.val_before_train=false",
+        )
+    )
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    tau = summary["results"]["after_opd"][0]["tau"]
+    assert tau > 3.5, summary["results"]
+
+    served = run(
+        [sys.executable, str(Path(__file__).parent / "serve_plain.py"), str(tiny_llama_dir), summary["export"], str(folder / "val.jsonl")]
+    )
+    plain = json.loads(served.splitlines()[-1])["tau"]
+    assert plain == pytest.approx(tau, rel=0.1), "the exported draft accepts in plain vLLM what it accepted in training"
