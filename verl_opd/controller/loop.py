@@ -21,7 +21,7 @@ from verl_opd.opd.losses import LossSpec, stream_totals
 from verl_opd.opd.metrics import StepMetrics, reduce_metrics
 from verl_opd.opd.plan import BlockPlan, TrainItem, item_rng, plan_counts, plan_opd, plan_warmup
 from verl_opd.opd.trace import RolloutSample
-from verl_opd.training.checkpoint import CheckpointStore
+from verl_opd.training.checkpoint import CheckpointStore, checkpoint_bytes
 from verl_opd.training.optim import lr_at
 
 
@@ -56,6 +56,12 @@ def warmup_loss_spec(cfg: Config) -> LossSpec:
     )
 
 
+def mean_tau(results: Sequence[BenchmarkResult]) -> float | None:
+    """What `best` is chosen by: tau averaged over the benchmarks that drafted at all."""
+    taus = [result.tau for result in results if result.tau is not None]
+    return sum(taus) / len(taus) if taus else None
+
+
 @dataclass
 class Loop:
     """Everything a run holds while it trains. `run` returns when all steps are done; it can be resumed from any checkpoint it wrote."""
@@ -75,6 +81,7 @@ class Loop:
     identity: dict[str, Any]
     clock: Stopwatch = field(default_factory=Stopwatch)
     queue: list[RolloutSample] = field(default_factory=list)
+    saved: tuple[int, int] | None = None  # global step and number of validated stages of the newest checkpoint
 
     def run(self) -> None:
         with self.clock.part("update_weights"):
@@ -222,8 +229,10 @@ class Loop:
         step, trainer = self.progress.global_step, self.cfg.trainer
         extra: dict[str, float] = {}
         if trainer.test_freq > 0 and self.progress.opd_step and self.progress.opd_step % trainer.test_freq == 0:
-            for result in self._validate():
+            results = self._validate()
+            for result in results:
                 extra.update(result.metrics())
+            self._save(tau=mean_tau(results))
         due = trainer.save_freq > 0 and step % trainer.save_freq == 0
         if due:
             self._save()
@@ -258,18 +267,20 @@ class Loop:
         self.progress.results[stage] = results
         self.trackers.log(self.progress.global_step, {name: value for result in results for name, value in result.metrics().items()})
         self.console.acceptance(f"held-out accept length, {stage.replace('_', ' ')}", {stage: results})
-        taus = [result.tau for result in results if result.tau is not None]
-        if stage != "before" and taus:
-            self._save(tau=sum(taus) / len(taus))
+        if stage != "before":
+            self._save(tau=mean_tau(results))
 
     def _save(self, tau: float | None = None) -> None:
         """Write a checkpoint of this point unless there is one; with a held-out tau, make it `best` when it is."""
         step = self.progress.global_step
+        point = (step, len(self.progress.results))
         with self.clock.part("save_checkpoint"):
-            directory = self.store.begin(step)
-            self.trainers.save(directory / "dcp")
-            self.trainers.export(directory / "draft")
-            state = {"progress": self.progress.state(), "data": self.loader.state(), "identity": self.identity}
-            self.store.commit(step, state)
+            if self.saved != point:
+                directory = self.store.begin(step, checkpoint_bytes(self.trainers.draft_parameters))
+                self.trainers.save(directory / "dcp")
+                self.trainers.export(directory / "draft")
+                state = {"progress": self.progress.state(), "data": self.loader.state(), "identity": self.identity}
+                self.store.commit(step, state)
+                self.saved = point
             if tau is not None:
                 self.store.mark_best(step, tau)

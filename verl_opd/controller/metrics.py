@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from verl_opd.opd.metrics import StepMetrics
-from verl_opd.opd.trace import RolloutSample, VerifyTrace
+from verl_opd.opd.trace import RolloutSample, VerifyTrace, accepted_by_position
 
 
 @dataclass
@@ -25,12 +25,11 @@ class Acceptance:
     @classmethod
     def of(cls, traces: Sequence[VerifyTrace]) -> Acceptance:
         steps = [step for trace in traces for step in trace.steps]
-        width = max((len(step.drafted) for step in steps), default=0)
         return cls(
             committed=sum(step.committed for step in steps),
             verify_steps=len(steps),
             drafted=sum(len(step.drafted) for step in steps),
-            by_position=tuple(sum(step.accepted >= k for step in steps) for k in range(1, width + 1)),
+            by_position=accepted_by_position(steps),
         )
 
     @property

@@ -47,6 +47,7 @@ class Trainers:
     def init(self) -> list[dict[str, Any]]:
         """Build models and optimiser on every rank; per-rank facts (parameter counts, dtypes)."""
         reports: list[dict[str, Any]] = self._all("init")
+        self.draft_parameters: int = reports[0]["draft_parameters"]
         return reports
 
     def update(self, items: Sequence[TrainItem], totals: StreamTotals, spec: LossSpec, lr: float) -> list[StepMetrics]:
