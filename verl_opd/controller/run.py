@@ -27,6 +27,7 @@ from verl_opd.data.loader import PromptLoader
 from verl_opd.data.prompts import DataReport, Prompt, load_prompts
 from verl_opd.devices import Device, resolve_device
 from verl_opd.drafts import get_family
+from verl_opd.drafts.files import local_directory
 from verl_opd.errors import ConfigError
 from verl_opd.rollout.server import EngineSettings
 from verl_opd.targets.hf import check_target_supported
@@ -64,12 +65,16 @@ def prepare(cfg: Config) -> Plan:
 
     device = resolve_device(cfg.trainer.device)
     trust = cfg.target.trust_remote_code
-    target_config = AutoConfig.from_pretrained(cfg.target.path, trust_remote_code=trust)
+    try:
+        target_config = AutoConfig.from_pretrained(cfg.target.path, trust_remote_code=trust)
+        tokenizer = AutoTokenizer.from_pretrained(cfg.target.path, trust_remote_code=trust)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"target.path={cfg.target.path} cannot be read: {error}") from error
     check_target_supported(target_config)
-    tokenizer = AutoTokenizer.from_pretrained(cfg.target.path, trust_remote_code=trust)
 
     family, tokens = get_family(cfg.draft.family), cfg.rollout.num_speculative_tokens
     if cfg.draft.path is not None:
+        cfg.draft.path = local_directory(cfg.draft.path)
         draft_config = family.load_config(cfg.draft.path)
     else:
         draft_config = family.derive_config(target_config, cfg.draft, tokens)

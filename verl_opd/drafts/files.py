@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -18,6 +20,16 @@ from torch import Tensor
 from verl_opd.errors import ConfigError
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
+
+
+def local_directory(path: str) -> str:
+    """`path` itself when it is a directory, else the local copy of the hub repository of that name; ConfigError when there is neither."""
+    if Path(path).is_dir():
+        return path
+    try:
+        return str(snapshot_download(path, allow_patterns=["*.json", "*.safetensors"]))
+    except (HFValidationError, OSError) as error:
+        raise ConfigError(f"draft.path={path}: neither a directory nor a hub repository within reach ({type(error).__name__})") from error
 
 
 def read_config(path: str) -> dict[str, Any]:
