@@ -11,15 +11,21 @@ from typing import Any
 
 from verl_opd.errors import ConfigError
 
-_NAME = re.compile(r"step_(\d+)$")
-_TEMPORARY = ".tmp-step_"
+STATE = "state.json"
+_NAME = re.compile(r"step_(\d+)")
+_ASIDE = re.compile(r"\.tmp-(step_\d+)(-replaced)?")
+
+
+def checkpoint_bytes(draft_parameters: int) -> int:
+    """Bytes a checkpoint takes: float32 master weights and two AdamW moments, the bf16 draft, and 1 MiB for the rest."""
+    return draft_parameters * (3 * 4 + 2) + 2**20
 
 
 class CheckpointStore:
-    """`checkpoints/` of one run: step_<n>/ directories and the links `latest` and `best`.
+    """`checkpoints/` of one run: step_<n>/ directories (dcp/, draft/, state.json), the links `latest` and `best`, best.json.
 
     begin -> the caller fills the returned directory -> commit. A crash in between leaves a `.tmp-step_*` directory that is never read and is
-    removed by the next begin. Only the newest `keep_last` checkpoints stay, plus the one `best` points at.
+    removed by the next begin. Only the newest `keep_last` checkpoints stay, plus those that `latest` and `best` name.
     """
 
     def __init__(self, run_dir: Path, keep_last: int) -> None:
@@ -29,97 +35,147 @@ class CheckpointStore:
     def begin(self, step: int, needed_bytes: int = 0) -> Path:
         """A fresh directory to write checkpoint `step` into; ConfigError, before anything is written, when the disk cannot take it."""
         self.root.mkdir(parents=True, exist_ok=True)
-        for leftover in self.root.glob(f"{_TEMPORARY}*"):
-            shutil.rmtree(leftover)
+        self.recover()
         free = shutil.disk_usage(self.root).free
         if free < needed_bytes:
             raise ConfigError(
-                f"checkpoint {step} needs about {needed_bytes / 1e6:.0f} MB and {self.root} has {free / 1e6:.0f} MB left: free some space, or lower "
+                f"checkpoint {step} needs about {needed_bytes / 1e6:.1f} MB and {self.root} has {free / 1e6:.1f} MB left: free some space, or lower "
                 "trainer.keep_last; checkpoints already written are untouched"
             )
-        temporary = self.root / f"{_TEMPORARY}{step}"
+        temporary = self._aside(step)
         temporary.mkdir()
         return temporary
 
     def commit(self, step: int, state: dict[str, Any]) -> Path:
-        """Add state.json, make the directory durable, give it its name and point `latest` at it."""
-        temporary, final = self.root / f"{_TEMPORARY}{step}", self.root / f"step_{step}"
-        (temporary / "state.json").write_text(json.dumps(state))
-        _sync_tree(temporary)
+        """Add state.json, make the directory durable, give it its name and point `latest` at it. An older checkpoint of `step` is replaced."""
+        temporary, final = self._aside(step), self.root / f"step_{step}"
+        (temporary / STATE).write_text(json.dumps(state))
+        _sync(*temporary.rglob("*"), temporary)
+        replaced = temporary.with_name(f"{temporary.name}-replaced")
         if final.exists():
-            replaced = self.root / f"{_TEMPORARY}{step}-replaced"
             os.rename(final, replaced)
-            os.rename(temporary, final)
-            shutil.rmtree(replaced)
-        else:
-            os.rename(temporary, final)
+        os.rename(temporary, final)
+        _sync(self.root)
         self._point("latest", final.name)
+        if replaced.exists():
+            shutil.rmtree(replaced)
         self._prune()
         return final
 
+    def recover(self) -> None:
+        """Tidy up after a crash: bring back what was being replaced, drop what was never finished. Only for the process that writes here."""
+        for path in sorted(self.root.iterdir()) if self.root.exists() else ():
+            match = _ASIDE.fullmatch(path.name)
+            if match is None or not path.is_dir():
+                continue
+            if match[2] and not (self.root / match[1]).exists():
+                os.rename(path, self.root / match[1])
+            else:
+                shutil.rmtree(path)
+
     def mark_best(self, step: int, tau: float) -> bool:
-        """Point `best` at checkpoint `step` when its held-out accept length `tau` is the highest so far."""
-        record = self.root / "best.json"
-        if record.exists() and (self.root / "best").exists() and json.loads(record.read_text())["tau"] >= tau:
+        """Make checkpoint `step` the best one when its held-out accept length `tau` is the highest so far; True when it is."""
+        held = self._best()
+        if held is not None and self.best() is not None and held["tau"] >= tau:
             return False
-        self._point("best", f"step_{step}")
+        record = self.root / "best.json"
         temporary = record.with_suffix(".tmp")
         temporary.write_text(json.dumps({"step": step, "tau": tau}))
+        _sync(temporary)
         os.replace(temporary, record)
+        self._point("best", f"step_{step}")
         self._prune()
         return True
 
     def latest(self) -> Path | None:
-        return self._target("latest")
+        """The checkpoint that `latest` points at; should it be gone, the newest complete one."""
+        link = self.root / "latest"
+        if (link / STATE).is_file():
+            return link.resolve()
+        complete = [path for _, path in self._steps() if (path / STATE).is_file()]
+        return complete[-1].resolve() if complete else None
 
     def best(self) -> Path | None:
-        return self._target("best")
+        held = self._best()
+        path = None if held is None else self.root / f"step_{held['step']}"
+        return path.resolve() if path is not None and (path / STATE).is_file() else None
 
     @staticmethod
     def read_state(checkpoint: Path) -> dict[str, Any]:
-        file = checkpoint / "state.json"
+        """What `commit` was given. ConfigError when `checkpoint` is none, or is damaged."""
+        file = checkpoint / STATE
         if not file.is_file():
-            raise ConfigError(f"{checkpoint} is not a checkpoint: it has no state.json")
-        state: dict[str, Any] = json.loads(file.read_text())
+            raise ConfigError(f"{checkpoint} is not a checkpoint: it has no {STATE}")
+        try:
+            state: dict[str, Any] = json.loads(file.read_text())
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{file} is damaged ({error}): use another checkpoint") from error
         return state
 
-    def _target(self, name: str) -> Path | None:
-        link = self.root / name
-        return link.resolve() if link.exists() else None
+    def _aside(self, step: int) -> Path:
+        return self.root / f".tmp-step_{step}"
+
+    def _best(self) -> dict[str, Any] | None:
+        record = self.root / "best.json"
+        return json.loads(record.read_text()) if record.exists() else None
 
     def _point(self, name: str, target: str) -> None:
         temporary = self.root / f".{name}.tmp"
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(target)
         os.replace(temporary, self.root / name)
+        _sync(self.root)
+
+    def _steps(self) -> list[tuple[int, Path]]:
+        """(step, directory), oldest step first."""
+        paths = [path for path in self.root.iterdir() if not path.is_symlink()] if self.root.exists() else []
+        return sorted((int(match[1]), path) for path in paths if (match := _NAME.fullmatch(path.name)))
 
     def _prune(self) -> None:
-        steps = sorted((int(match[1]), path) for path in self.root.iterdir() if not path.is_symlink() and (match := _NAME.match(path.name)))
+        steps = self._steps()
         kept = {self.latest(), self.best(), *(path.resolve() for _, path in steps[-max(1, self.keep_last) :])}
-        for _, path in steps:
+        for step, path in steps:
             if path.resolve() not in kept:
-                shutil.rmtree(path)
+                os.rename(path, self._aside(step))  # out of sight first: half a checkpoint must not carry its name
+                shutil.rmtree(self._aside(step))
 
 
 def resolve_resume(mode: str, path: str | None, store: CheckpointStore) -> Path | None:
-    """The checkpoint to continue from: auto = the newest of this run, if any; disable = none; path = the one named by resume_from_path."""
+    """The checkpoint to continue from: auto = the newest of this run, if any; disable = none; path = the one named by resume_from_path.
+
+    ConfigError when that one cannot be continued. For the process that owns the run directory.
+    """
     if mode == "disable":
         return None
     if mode == "auto":
-        return store.latest()
-    if path is None:
-        raise ConfigError("trainer.resume_mode=path needs trainer.resume_from_path")
-    checkpoint = find_checkpoint(Path(path))
+        store.recover()
+        checkpoint = store.latest()
+        if checkpoint is None:
+            return None
+    else:
+        if path is None:
+            raise ConfigError("trainer.resume_mode=path needs trainer.resume_from_path, the checkpoint directory to continue from")
+        checkpoint = find_checkpoint(Path(path), prefer="latest")
     store.read_state(checkpoint)
+    if not (checkpoint / "dcp" / ".metadata").is_file():
+        raise ConfigError(f"{checkpoint} has no dcp/.metadata, so training cannot continue from it: use another checkpoint")
     return checkpoint
 
 
-def find_checkpoint(path: Path) -> Path:
-    """A checkpoint directory, from itself, from a run directory (its best, else latest), or from its checkpoints/ folder."""
-    for candidate in (path, path / "checkpoints" / "best", path / "checkpoints" / "latest", path / "best", path / "latest"):
-        if (candidate / "state.json").is_file():
-            return candidate.resolve()
-    raise ConfigError(f"{path} is neither a checkpoint nor a run directory with one (no state.json found)")
+def find_checkpoint(path: Path, prefer: str = "best") -> Path:
+    """A checkpoint directory, from itself, from a run directory or from its checkpoints/ folder.
+
+    Of a run, the `prefer`red of "best" and "latest", else the other.
+    """
+    if (path / STATE).is_file():
+        return path.resolve()
+    for run_dir in (path, path.parent) if path.name == "checkpoints" else (path,):
+        store = CheckpointStore(run_dir, keep_last=1)
+        best, latest = store.best(), store.latest()
+        found = (latest or best) if prefer == "latest" else (best or latest)
+        if found is not None:
+            return found
+    raise ConfigError(f"{path} is neither a checkpoint nor a run directory with one (no {STATE} found)")
 
 
 def check_identity(checkpoint: Path, ours: dict[str, Any]) -> None:
@@ -130,8 +186,9 @@ def check_identity(checkpoint: Path, ours: dict[str, Any]) -> None:
         raise ConfigError(f"checkpoint {checkpoint} belongs to another run ({'; '.join(rows)})")
 
 
-def _sync_tree(directory: Path) -> None:
-    for path in [*directory.rglob("*"), directory]:
+def _sync(*paths: Path) -> None:
+    """Flush files and directories to the disk."""
+    for path in paths:
         handle = os.open(path, os.O_RDONLY)
         try:
             os.fsync(handle)

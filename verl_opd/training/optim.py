@@ -21,8 +21,15 @@ def lr_at(step: int, total_steps: int, optim: OptimConfig, base_lr: float | None
 
 
 def build_optimizer(module: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters; norms (one-dimensional parameters) are not decayed."""
+    """AdamW over the trainable parameters; norms (one-dimensional parameters) are not decayed.
+
+    Its state is there from the start: torch.distributed.checkpoint fills a missing one by taking a step, which would count.
+    """
     decayed = [p for p in module.parameters() if p.requires_grad and p.ndim > 1]
     plain = [p for p in module.parameters() if p.requires_grad and p.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.betas[0], optim.betas[1]))
+    optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.betas[0], optim.betas[1]))
+    for parameter in (*decayed, *plain):
+        moments = {name: torch.zeros_like(parameter, memory_format=torch.preserve_format) for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
+    return optimizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -72,6 +73,8 @@ class DraftTrainer:
         """One optimiser step on this rank's `items`; `totals` are counted over the items of all ranks.
 
         Ranks run the same number of micro-batches, so that FSDP's collectives meet; a rank that runs out passes a zero loss through the draft.
+        The step is skipped, and counted in actor/skipped_steps, when the gradient is not finite or when no rank supervises anything: AdamW's
+        momentum would move the weights even then.
         """
         micro_batches = split_micro_batches(items, self.cfg.training.max_tokens_per_micro_batch)
         count = torch.tensor(len(micro_batches), device=self.device)
@@ -84,7 +87,7 @@ class DraftTrainer:
             else:
                 loss = self._zero_loss()
             (loss * self.world_size).backward()  # FSDP averages over ranks; totals are global already
-        self._step(lr, metrics)
+        self._step(lr, metrics, supervised=totals.denominator(spec) > 0)
         return metrics
 
     def _loss(self, layout: Layout, totals: StreamTotals, spec: LossSpec, metrics: StepMetrics) -> Tensor:
@@ -101,11 +104,11 @@ class DraftTrainer:
         slots = layout.anchors.shape[1] * layout.block_size
         row_r = layout.response.sample * slots + layout.response.slot
         row_j = layout.refused.sample * slots + layout.refused.slot
-        teacher_row = layout.response.sample * layout.input_ids.shape[1] + layout.response.target_row
-        teacher_hidden = features.last_hidden.flatten(0, 1)
+        target_row = layout.response.sample * layout.input_ids.shape[1] + layout.response.target_row
+        target_hidden = features.last_hidden.flatten(0, 1)
         clamp = spec.log_prob_min_clamp
         if spec.response_loss == "full_forward_kl":
-            response = row_forward_kl(hidden[row_r], teacher_hidden[teacher_row], head, chunk)
+            response = row_forward_kl(hidden[row_r], target_hidden[target_row], head, chunk)
             used, index = torch.unique(row_j, return_inverse=True)
             refused_s = slot_logprobs(hidden[used], head, index, layout.refused.token, chunk)
             return response, k3(refused_s, layout.refused.teacher_logprob, clamp)
@@ -117,9 +120,10 @@ class DraftTrainer:
         if spec.response_loss == "cross_entropy":
             response = -student_r
         else:
-            response = bernoulli_forward_kl(
-                student_r, label_logprobs(teacher_hidden[teacher_row], head, layout.response.token, chunk), clamp
-            )
+            scored, index = torch.unique(target_row, return_inverse=True)  # blocks may overlap; a row's label is always the next token
+            labels = layout.input_ids.flatten()[scored + 1]
+            teacher = label_logprobs(target_hidden[scored], head, labels, chunk)[index]
+            response = bernoulli_forward_kl(student_r, teacher, clamp)
         return response, k3(student_j, layout.refused.teacher_logprob, clamp)
 
     def _slot_embeds(self, layout: Layout) -> Tensor:
@@ -131,17 +135,17 @@ class DraftTrainer:
 
     def _zero_loss(self) -> Tensor:
         """Zero attached to every parameter, through the same collectives as a real micro-batch."""
-        size = self.family.block_size(self.draft_config)
-        ids = torch.zeros(1, 2, dtype=torch.long, device=self.device)
-        empty = build_layout([TrainItem("empty", (0,), (0,), _empty_plan(size))], self.device)
-        features = self.target.features(ids, torch.tensor([2], device=self.device))
-        return self.family.replay(self.draft, features.aux[:, :0], self._slot_embeds(empty), empty).sum() * 0.0
+        plan = BlockPlan(self.family.block_size(self.draft_config), (), (), (), (), (), (), (), ())
+        layout = build_layout([TrainItem("empty", (0,), (0,), plan)], self.device)
+        width = len(self.family.layer_ids(self.draft_config)) * self._mask_embed.shape[0]
+        no_context = self._mask_embed.new_zeros(1, 0, width)
+        return self.family.replay(self.draft, no_context, self._slot_embeds(layout), layout).sum() * 0.0
 
-    def _step(self, lr: float, metrics: StepMetrics) -> None:
+    def _step(self, lr: float, metrics: StepMetrics, supervised: bool) -> None:
         norm = torch.nn.utils.clip_grad_norm_(self.draft.parameters(), self.cfg.optim.grad_clip)
         total = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        finite = total == total and abs(total) != float("inf")
-        if finite:
+        finite = math.isfinite(total)
+        if finite and supervised:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
@@ -149,21 +153,25 @@ class DraftTrainer:
         if self.rank == 0:  # the same on every rank: report it once
             metrics.add_mean("actor/grad_norm", total if finite else 0.0, float(finite))
             metrics.add_mean("actor/lr", lr, 1)
-            metrics.add_sum("actor/skipped_steps", float(not finite))
+            metrics.add_sum("actor/skipped_steps", float(not (finite and supervised)))
 
     # -- what leaves the trainer -----------------------------------------------------------------------------------------------------
 
-    def full_state(self) -> dict[str, Tensor]:
-        """The draft's float32 weights by public name, whole on every rank."""
-        state = self.draft.state_dict()
-        return {name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu() for name, value in state.items()}
+    def published(self) -> dict[str, Tensor]:
+        """The draft's weights by public name as they leave the trainer: whole, bf16, on the CPU of rank 0; empty on other ranks."""
+        tensors: dict[str, Tensor] = {}
+        for name, value in self.draft.state_dict().items():
+            narrow = value.detach().to(torch.bfloat16)  # rounded before the gather, which halves what travels
+            whole = narrow.full_tensor() if isinstance(narrow, DTensor) else narrow
+            if self.rank == 0:
+                tensors[name] = whole.cpu().contiguous()
+        return tensors
 
     def snapshot(self, path: str, version: int) -> DraftSnapshot | None:
         """Rank 0 writes the bf16 draft to the safetensors file `path` (temporary name, rename) and describes it; others return None."""
-        state = self.full_state()
+        tensors = self.published()
         if self.rank != 0:
             return None
-        tensors = {name: value.to(torch.bfloat16).contiguous() for name, value in state.items()}
         temporary = f"{path}.tmp"
         save_file(tensors, temporary)
         os.replace(temporary, path)
@@ -171,9 +179,9 @@ class DraftTrainer:
 
     def export(self, directory: str) -> None:
         """Rank 0 writes an HF-format draft directory."""
-        state = self.full_state()
+        tensors = self.published()
         if self.rank == 0:
-            self.family.save_pretrained(state, self.draft_config, Path(directory))
+            self.family.save_pretrained(tensors, self.draft_config, Path(directory))
         dist.barrier()
 
     def save(self, directory: str) -> None:
@@ -181,7 +189,3 @@ class DraftTrainer:
 
     def load(self, directory: str) -> None:
         load_distributed(self.draft, self.optimizer, directory, self.rank)
-
-
-def _empty_plan(block_size: int) -> BlockPlan:
-    return BlockPlan(block_size, (), (), (), (), (), (), (), ())
