@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -78,6 +79,13 @@ def test_visibility_by_hand() -> None:
     at_1, at_3 = [1, 0, 0, 1, 1, 0, 0], [1, 1, 1, 0, 0, 1, 1]
     at_2, padded = [1, 1, 0, 1, 1, 0, 0], [0, 0, 0, 0, 0, 1, 1]
     assert mask == [[at_1, at_1, at_3, at_3], [at_2, at_2, padded, padded]]
+
+
+def test_a_padded_block_sees_no_context_whatever_its_anchor() -> None:
+    layout = make_layout([6], [[4]], block=2)
+    padded = replace(layout, block_keep=torch.tensor([[False]]))
+    assert visibility(layout, 4)[0, 0, :, :4].all()
+    assert not visibility(padded, 4)[0, 0, :, :4].any()
 
 
 def _changed(features: Tensor, slots: Tensor, block: int) -> bool:
