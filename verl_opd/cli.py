@@ -45,9 +45,10 @@ def _dispatch(arguments: list[str]) -> None:
     if options.verb == "export":
         if rest:
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
-        from verl_opd.training.export import export_checkpoint
+        from verl_opd.training.export import export_checkpoint, serve_line
 
-        export_checkpoint(options.checkpoint, options.out, options.force)
+        out = export_checkpoint(options.checkpoint, options.out, options.force)
+        print(f"exported {out}\nserve it with {serve_line(options.checkpoint, out)}")
         return
     # argparse collects positionals once; overrides that follow an option end up in `rest`.
     overrides = [*options.overrides, *rest]

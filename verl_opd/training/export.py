@@ -68,3 +68,11 @@ def serve_command(target_path: str, draft_path: str, num_speculative_tokens: int
     """The `vllm serve` line that uses the draft."""
     speculative = json.dumps({"method": method, "model": draft_path, "num_speculative_tokens": num_speculative_tokens})
     return f"vllm serve {shlex.quote(target_path)} --speculative-config {shlex.quote(speculative)}"
+
+
+def serve_line(checkpoint: Path, draft: Path) -> str:
+    """`serve_command` for a draft exported from `checkpoint`: its target, and all proposals of its block."""
+    identity = CheckpointStore.read_state(find_checkpoint(checkpoint))["identity"]
+    family = get_family(identity["family"])
+    proposals = family.block_size(family.load_config(str(draft))) - 1
+    return serve_command(identity["target"], str(draft), proposals, family.engine_method)
