@@ -48,7 +48,12 @@ def test_recipe_verbs(monkeypatch: pytest.MonkeyPatch, recipe: str, verb: str, m
 
 def test_export(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
-    _replace_module(monkeypatch, "verl_opd.training.export", export_checkpoint=lambda *arguments: calls.append(arguments))
+    _replace_module(
+        monkeypatch,
+        "verl_opd.training.export",
+        export_checkpoint=lambda *arguments: calls.append(arguments),
+        serve_line=lambda checkpoint, draft: f"vllm serve {draft}",
+    )
     assert main(["export", "runs/x/checkpoints/step_1", "--out", "draft", "--force"]) == 0
     assert calls == [(Path("runs/x/checkpoints/step_1"), Path("draft"), True)]
 

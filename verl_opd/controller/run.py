@@ -80,7 +80,9 @@ def prepare(cfg: Config) -> Plan:
         draft_config = family.derive_config(target_config, cfg.draft, tokens)
     family.check(draft_config, target_config, tokens, cfg.draft.allow_block_size_mismatch)
     if cfg.draft.path is None:
-        check_mask_token(family.mask_token_id(draft_config), tokenizer, target_config.vocab_size)
+        eos = target_config.eos_token_id
+        eos_ids = eos if isinstance(eos, list) else [eos]
+        check_mask_token(family.mask_token_id(draft_config), tokenizer, target_config.vocab_size, [i for i in eos_ids if i is not None])
 
     data = cfg.data
     train, report = load_prompts(
