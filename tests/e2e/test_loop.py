@@ -16,7 +16,7 @@ from tests.e2e.conftest import ROOT, command, environment, metrics_of, run, writ
 from verl_opd.config.schema import OptimConfig
 from verl_opd.training.optim import lr_at
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 
 
 def descendants(pid: int) -> set[int]:
@@ -59,7 +59,7 @@ def test_a_killed_run_resumes_where_it_was_and_ends_as_planned(tiny_llama_dir: P
     store = folder / "run" / "checkpoints"
     with (folder / "first.log").open("w") as log:
         first = subprocess.Popen(arguments, cwd=ROOT, env=environment(), stdout=log, stderr=log)
-    wait_for(lambda: (store / "step_2").exists() or first.poll() is not None, 300, "the second checkpoint")
+    wait_for(lambda: (store / "step_2").exists() or first.poll() is not None, 480, "the second checkpoint")
     assert first.poll() is None, (folder / "first.log").read_text()[-3000:]
     family = descendants(first.pid)
     os.kill(first.pid, signal.SIGKILL)

@@ -22,6 +22,7 @@ from verl_opd.process import redirect_output
 from verl_opd.targets.layers import vllm_aux_layer_id
 
 _BROKEN_SHARE = 0.05
+_STOP_SECONDS = 30.0  # an engine takes about 10 to end by itself; killed earlier, it leaves shared memory behind
 EXTENSION = "verl_opd.rollout.engine.extension.OpdWorkerExtension"
 
 
@@ -255,7 +256,7 @@ class RolloutEngine:
         if self._http is not None:
             self._http.should_exit = True
             await self._http_task
-        self._engine.shutdown()
+        self._engine.shutdown(timeout=_STOP_SECONDS)
 
     # -- generation ------------------------------------------------------------------------------------------------------------------
 

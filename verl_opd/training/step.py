@@ -73,13 +73,13 @@ class DraftTrainer:
         """One optimiser step on this rank's `items`; `totals` are counted over the items of all ranks.
 
         Ranks run the same number of micro-batches, so that FSDP's collectives meet; a rank that runs out passes a zero loss through the draft.
-        The step is skipped, and counted in actor/skipped_steps, when the gradient is not finite or when no rank supervises anything: AdamW's
-        momentum would move the weights even then.
+        The step is skipped, and counted in actor/skipped_steps, when loss or gradient are not finite on any rank, or when no rank supervises
+        anything: AdamW's momentum would move the weights even then.
         """
         micro_batches = split_micro_batches(items, self.cfg.training.max_tokens_per_micro_batch)
         count = torch.tensor(len(micro_batches), device=self.device)
         dist.all_reduce(count, op=dist.ReduceOp.MAX)
-        metrics = StepMetrics()
+        metrics, summed = StepMetrics(), torch.zeros((), device=self.device)
         self.optimizer.zero_grad(set_to_none=True)
         for index in range(max(1, int(count))):
             if index < len(micro_batches):
@@ -87,7 +87,9 @@ class DraftTrainer:
             else:
                 loss = self._zero_loss()
             (loss * self.world_size).backward()  # FSDP averages over ranks; totals are global already
-        self._step(lr, metrics, supervised=totals.denominator(spec) > 0)
+            summed += loss.detach()
+        dist.all_reduce(summed)  # a token whose loss is not finite has no gradient once its value is clamped, so the norm would not show it
+        self._step(lr, metrics, usable=math.isfinite(float(summed)) and totals.denominator(spec) > 0)
         return metrics
 
     def _loss(self, layout: Layout, totals: StreamTotals, spec: LossSpec, metrics: StepMetrics) -> Tensor:
@@ -141,11 +143,12 @@ class DraftTrainer:
         no_context = self._mask_embed.new_zeros(1, 0, width)
         return self.family.replay(self.draft, no_context, self._slot_embeds(layout), layout).sum() * 0.0
 
-    def _step(self, lr: float, metrics: StepMetrics, supervised: bool) -> None:
+    def _step(self, lr: float, metrics: StepMetrics, usable: bool) -> None:
         norm = torch.nn.utils.clip_grad_norm_(self.draft.parameters(), self.cfg.optim.grad_clip)
         total = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         finite = math.isfinite(total)
-        if finite and supervised:
+        usable = usable and finite
+        if usable:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
@@ -153,7 +156,7 @@ class DraftTrainer:
         if self.rank == 0:  # the same on every rank: report it once
             metrics.add_mean("actor/grad_norm", total if finite else 0.0, float(finite))
             metrics.add_mean("actor/lr", lr, 1)
-            metrics.add_sum("actor/skipped_steps", float(not (finite and supervised)))
+            metrics.add_sum("actor/skipped_steps", float(not usable))
 
     # -- what leaves the trainer -----------------------------------------------------------------------------------------------------
 
