@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -59,11 +57,13 @@ def test_a_killed_run_resumes_where_it_was_and_ends_as_planned(tiny_llama_dir: P
     store = folder / "run" / "checkpoints"
     with (folder / "first.log").open("w") as log:
         first = subprocess.Popen(arguments, cwd=ROOT, env=environment(), stdout=log, stderr=log)
-    wait_for(lambda: (store / "step_2").exists() or first.poll() is not None, 480, "the second checkpoint")
-    assert first.poll() is None, (folder / "first.log").read_text()[-3000:]
-    family = descendants(first.pid)
-    os.kill(first.pid, signal.SIGKILL)
-    first.wait()
+    try:
+        wait_for(lambda: (store / "step_2").exists() or first.poll() is not None, 480, "the second checkpoint")
+        assert first.poll() is None, (folder / "first.log").read_text()[-3000:]
+        family = descendants(first.pid)
+    finally:
+        first.kill()
+        first.wait()
     wait_for(lambda: not alive(family), 120, f"processes of the killed run to end: {alive(family)}")
 
     saved = json.loads((store / "latest" / "state.json").read_text())
