@@ -80,7 +80,6 @@ class DraftTrainer:
         count = torch.tensor(len(micro_batches), device=self.device)
         dist.all_reduce(count, op=dist.ReduceOp.MAX)
         metrics, summed = StepMetrics(), torch.zeros((), device=self.device)
-        self.optimizer.zero_grad(set_to_none=True)
         for index in range(max(1, int(count))):
             if index < len(micro_batches):
                 loss = self._loss(build_layout(micro_batches[index], self.device), totals, spec, metrics)
