@@ -42,23 +42,18 @@ class Phase:
 
 
 class Console:
-    """All console output of a run. `quiet` keeps only warnings and the summary."""
+    """All console output of a run."""
 
-    def __init__(self, quiet: bool = False) -> None:
+    def __init__(self) -> None:
         self._rich = RichConsole(soft_wrap=True)
-        self._quiet = quiet
 
     def say(self, text: str) -> None:
-        if not self._quiet:
-            self._rich.print(text, highlight=False)
-
-    def warn(self, text: str) -> None:
-        self._rich.print(f"[yellow]warning:[/yellow] {text}", highlight=False)
+        self._rich.print(text, highlight=False)
 
     @contextmanager
     def phase(self, title: str, total: int, done: int = 0) -> Iterator[Phase]:
-        if not self._rich.is_terminal or self._quiet:
-            yield Phase(self._rich if not self._quiet else RichConsole(quiet=True), title, total, done, None)
+        if not self._rich.is_terminal:
+            yield Phase(self._rich, title, total, done, None)
             return
         columns = (TextColumn("{task.description:<8}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
         with Progress(*columns, TextColumn("{task.fields[note]}"), console=self._rich) as progress:

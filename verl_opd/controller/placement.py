@@ -35,7 +35,6 @@ class Placement:
     group: PlacementGroup
     device: Device
     slots: list[Slot]
-    started_ray: bool
     actors: list[Any] = field(default_factory=list)
 
     def actor_options(self, index: int) -> dict[str, Any]:
@@ -63,23 +62,22 @@ def driver_options() -> dict[str, Any]:
     return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=True)}
 
 
-def start_ray(cfg: Config) -> bool:
-    """Join the cluster named by ray.address or RAY_ADDRESS, else start a local one. True when this process started it."""
+def start_ray(cfg: Config) -> None:
+    """Join the cluster named by ray.address or RAY_ADDRESS, else start a local one, which ends with this process."""
     address = cfg.ray.address or os.environ.get("RAY_ADDRESS")
     runtime_env = dict(cfg.ray.runtime_env)
     runtime_env.setdefault("env_vars", {})
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error", "runtime_env": runtime_env}
     if address:
         ray.init(address=address, **quiet)
-        return False
+        return
     cpus = cfg.ray.num_cpus or max(len(available_cores()), cfg.trainer.n_student_workers)
     ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
-    return True
 
 
 def place(cfg: Config, device: Device, timeout: float = 60.0) -> Placement:
     """Start or join Ray and reserve one bundle for each of trainer.n_student_workers; ConfigError when the cluster is too small."""
-    started = start_ray(cfg)
+    start_ray(cfg)
     workers = cfg.trainer.n_student_workers
     bundle = {"CPU": _BUNDLE_CPUS}
     if device.ray_resource is not None:
@@ -97,7 +95,7 @@ def place(cfg: Config, device: Device, timeout: float = 60.0) -> Placement:
         raise ConfigError(
             f"Ray could not reserve {workers} bundles of {bundle} in {timeout:.0f} s: other jobs hold the cluster's resources"
         )
-    return Placement(group, device, _slots(group, workers), started)
+    return Placement(group, device, _slots(group, workers))
 
 
 def _slots(group: PlacementGroup, workers: int) -> list[Slot]:

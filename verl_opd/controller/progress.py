@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ class Progress:
             "warmup_step": self.warmup_step,
             "opd_step": self.opd_step,
             "version": self.version,
-            "results": {stage: [asdict(result) for result in results] for stage, results in self.results.items()},
+            "results": {stage: [result.as_dict() for result in results] for stage, results in self.results.items()},
             "pool": [[sample.sample_id, sample.data_source, sample.prompt_ids, sample.response_ids] for sample in self.pool],
         }
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,25 +86,15 @@ def prepare(cfg: Config) -> Plan:
         check_mask_token(family.mask_token_id(draft_config), tokenizer, target_config.vocab_size, [i for i in eos_ids if i is not None])
 
     data = cfg.data
-    train, report = load_prompts(
-        data.train_files,
-        tokenizer,
+    load = partial(
+        load_prompts,
+        tokenizer=tokenizer,
         prompt_key=data.prompt_key,
         max_prompt_length=data.max_prompt_length,
-        max_samples=data.max_samples,
         template_kwargs=data.apply_chat_template_kwargs,
     )
-    benchmarks = {
-        name: load_prompts(
-            [path],
-            tokenizer,
-            prompt_key=data.prompt_key,
-            max_prompt_length=data.max_prompt_length,
-            max_samples=data.val_max_samples,
-            template_kwargs=data.apply_chat_template_kwargs,
-        )[0]
-        for name, path in data.val_files.items()
-    }
+    train, report = load(data.train_files, max_samples=data.max_samples)
+    benchmarks = {name: load([path], max_samples=data.val_max_samples)[0] for name, path in data.val_files.items()}
     return Plan(cfg, device, draft_config, train, report, benchmarks)
 
 
