@@ -12,17 +12,16 @@ from typing import Any
 
 from verl_opd.config.schema import Config
 from verl_opd.errors import ConfigError
-
-_RESPONSE_LOSSES = ("forward_kl", "full_forward_kl", "cross_entropy")
+from verl_opd.opd.names import CONVENTIONS, REJECTED_LOSSES, RESPONSE_LOSSES, RESPONSE_SPANS
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "target.dtype": ("bfloat16", "float32", "float16"),
     "rollout.agent.loop": ("single_turn",),
-    "opd.convention": ("exact", "draft_opd"),
-    "opd.response_span": ("segment", "block"),
-    "opd.response_loss": _RESPONSE_LOSSES,
-    "opd.rejected_loss": ("k3",),
-    "warmup.loss": _RESPONSE_LOSSES,
+    "opd.convention": CONVENTIONS,
+    "opd.response_span": RESPONSE_SPANS,
+    "opd.response_loss": RESPONSE_LOSSES,
+    "opd.rejected_loss": REJECTED_LOSSES,
+    "warmup.loss": RESPONSE_LOSSES,
     "training.param_dtype": ("bfloat16", "float32"),
     "training.attention": ("sdpa", "eager"),
     "trainer.device": ("auto", "cpu", "cuda", "npu"),

@@ -84,6 +84,12 @@ class Fleet:
         ray.get([server.reset_prefix_cache.remote() for server in self.servers])
         return report
 
+    def recorder_metrics(self) -> dict[str, float]:
+        """What the recorders counted since the engines started, added up over replicas; a broken trace is one that does not explain its response."""
+        stats = ray.get([server.recorder_stats.remote() for server in self.servers])
+        names = ("steps", "errors", "expired", "broken_traces")
+        return {f"opd/recorder/{name}": float(sum(entry[name] for entry in stats)) for name in names}
+
     def _advance(self, action: str) -> None:
         for phase in self.phases:
             phase.advance(action)

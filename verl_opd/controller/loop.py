@@ -56,6 +56,11 @@ def warmup_loss_spec(cfg: Config) -> LossSpec:
     )
 
 
+def due(every: int, step: int, rollouts: int) -> bool:
+    """Whether one of the last `rollouts` steps, up to `step`, is a multiple of `every` (-1 = never)."""
+    return every > 0 and step // every > (step - rollouts) // every
+
+
 def mean_tau(results: Sequence[BenchmarkResult]) -> float | None:
     """What `best` is chosen by: tau averaged over the benchmarks that drafted at all."""
     taus = [result.tau for result in results if result.tau is not None]
@@ -148,11 +153,13 @@ class Loop:
     def _opd(self, bar: Phase) -> None:
         accumulate = self.cfg.trainer.update_accumulation_steps
         collected: list[StepMetrics] = []
+        rollouts = 0
         while self.progress.opd_step < self.total_steps:
             samples = self._rollout()
             self.queue.extend(samples)
             collected.append(rollout_metrics(samples, self.cfg.data.max_response_length))
             self.progress.opd_step += 1
+            rollouts += 1
             if self.progress.opd_step % accumulate and self.progress.opd_step < self.total_steps:
                 bar.advance({})
                 continue
@@ -162,8 +169,8 @@ class Loop:
             self.queue = []
             with self.clock.part("update_weights"):
                 self._sync()
-            self._finish_step(bar, collected)
-            collected = []
+            self._finish_step(bar, collected, rollouts)
+            collected, rollouts = [], 0
 
     def _opd_updates(self) -> list[StepMetrics]:
         """The queued samples, in `updates_per_step` mini-batches of one optimiser step each."""
@@ -216,7 +223,8 @@ class Loop:
             update.merge(part)
         self.progress.version += 1
         # micro-batches and ranks add up to one update's loss; updates of a step average
-        update.add_mean("actor/distillation/loss", update.sums.pop("actor/distillation/loss", 0.0), 1)
+        if (loss := update.sums.pop("actor/distillation/loss", None)) is not None:
+            update.add_mean("actor/distillation/loss", loss, 1)
         counts = [plan_counts(plan, sample) for plan, sample in zip(plans, samples, strict=True)]
         return [update, *counts]
 
@@ -224,17 +232,16 @@ class Loop:
         snapshot = self.trainers.snapshot(self.snapshots.path, self.progress.version)
         self.progress.sync = self.fleet.sync(snapshot)
 
-    def _finish_step(self, bar: Phase, parts: list[StepMetrics]) -> None:
-        """Validate and save when due, then log the step once under the raw step number."""
+    def _finish_step(self, bar: Phase, parts: list[StepMetrics], rollouts: int = 1) -> None:
+        """Validate and save when due, then log the step, of `rollouts` rollout steps, once under the raw step number."""
         step, trainer = self.progress.global_step, self.cfg.trainer
         extra: dict[str, float] = {}
-        if trainer.test_freq > 0 and self.progress.opd_step and self.progress.opd_step % trainer.test_freq == 0:
+        if self.progress.opd_step and due(trainer.test_freq, self.progress.opd_step, rollouts):
             results = self._validate()
             for result in results:
                 extra.update(result.metrics())
             self._save(tau=mean_tau(results))
-        due = trainer.save_freq > 0 and step % trainer.save_freq == 0
-        if due:
+        if due(trainer.save_freq, step, rollouts):
             self._save()
         report = self.progress.sync
         extra.update(
@@ -246,6 +253,7 @@ class Loop:
                 "training/global_step": step,
                 "training/update_step": self.progress.version,
                 "training/epoch": self.loader.epoch,
+                **self.fleet.recorder_metrics(),
                 **self.clock.lap(),
             }
         )

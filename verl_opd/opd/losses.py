@@ -10,11 +10,8 @@ import torch
 from torch import Tensor
 
 from verl_opd.opd.metrics import StepMetrics
+from verl_opd.opd.names import CONVENTIONS, REJECTED_LOSSES, RESPONSE_LOSSES
 from verl_opd.opd.plan import BlockPlan
-
-RESPONSE_LOSSES = ("forward_kl", "full_forward_kl", "cross_entropy")
-REJECTED_LOSSES = ("k3",)
-CONVENTIONS = ("exact", "draft_opd")
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,10 @@ class DraftTrainer:
             (loss * self.world_size).backward()  # FSDP averages over ranks; totals are global already
             summed += loss.detach()
         dist.all_reduce(summed)  # a token whose loss is not finite has no gradient once its value is clamped, so the norm would not show it
-        self._step(lr, metrics, usable=math.isfinite(float(summed)) and totals.denominator(spec) > 0)
+        finite = math.isfinite(float(summed))
+        if not finite:
+            metrics = StepMetrics()  # nothing was measured: the step is skipped and counted
+        self._step(lr, metrics, usable=finite and totals.denominator(spec) > 0)
         return metrics
 
     def _loss(self, layout: Layout, totals: StreamTotals, spec: LossSpec, metrics: StepMetrics) -> Tensor:

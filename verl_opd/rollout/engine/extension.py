@@ -34,7 +34,7 @@ class OpdWorkerExtension:
             if hasattr(self, "opd_recorder"):
                 return {"failure": "", "seam": "attached before", **_drafter_facts(runner)}
             facts = _drafter_facts(runner)
-            recorder, switch = VerifyRecorder(), DraftingSwitch(runner)
+            recorder, switch = VerifyRecorder(runner.requests.__contains__), DraftingSwitch(runner)
             seam = attach_recorder(runner, recorder, switch)
             self.opd_recorder, self.opd_switch, self.opd_loader = recorder, switch, DraftLoader(runner)
             return {"failure": "", "seam": seam, **facts}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 # vLLM's input processor turns a caller's request id into "<id>-<8 hex characters>".
 _SUFFIX = re.compile(r"^(?P<base>.+)-[0-9a-f]{8}$")
 _DUMMY = ("_dummy", "dummy")
-_STALE_SECONDS = 3600.0
+_STALE_SECONDS = 60.0  # how long the trace of a finished request waits to be collected
 _ROWS_AT_ONCE = 2 if not torch.cuda.is_available() else 64  # a few rows stay in cache on a CPU; a GPU wants more per launch
 
 
@@ -86,10 +86,15 @@ class VerifyRecorder:
     A request's first sampled token comes from prefill and is no event; every later step is one: (accepted, drafted ids, target log-probs of the
     refused ones), or (0, [], []) when nothing was drafted. Placeholders verified in place of proposals teach nothing: every token that such a step
     commits is a draft-free event. Counters say what was seen and what failed.
+
+    is_live: whether the engine still holds the request of an internal id. Traces of requests that ended and that nobody collects (HTTP
+    requests) are dropped after a minute.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_live: Callable[[str], bool] = lambda name: False) -> None:
         self.enabled = True
+        self.seconds = 0.0  # spent in here, inside the engine's step
+        self._is_live = is_live
         self._requests: dict[str, _Request] = {}
         self.counts = {"steps": 0, "verify_rows": 0, "draft_free_rows": 0, "errors": 0, "expired": 0}
         self.last_error = ""
@@ -98,11 +103,13 @@ class VerifyRecorder:
         """`record`, for the engine's own thread: `inputs` is called to build StepInputs, and no exception leaves."""
         if not self.enabled:
             return
+        started = time.perf_counter()
         try:
             self.record(inputs())
         except Exception:  # the engine must go on serving; the probe and the metrics report it
             self.counts["errors"] += 1
             self.last_error = traceback.format_exc(limit=4)
+        self.seconds += time.perf_counter() - started
 
     def record(self, step: StepInputs) -> None:
         """Note one sampler call. One copy of small integers to the host; log-probs stay on the device until `pop`."""
@@ -159,12 +166,12 @@ class VerifyRecorder:
 
     def _expire(self) -> None:
         limit = time.monotonic() - _STALE_SECONDS
-        for name in [name for name, request in self._requests.items() if request.touched < limit]:
+        for name in [name for name, request in self._requests.items() if request.touched < limit and not self._is_live(name)]:
             del self._requests[name]
             self.counts["expired"] += 1
 
     def stats(self) -> dict[str, Any]:
-        return {**self.counts, "open_requests": len(self._requests), "last_error": self.last_error}
+        return {**self.counts, "seconds": self.seconds, "open_requests": len(self._requests), "last_error": self.last_error}
 
 
 def _events(steps: Sequence[_Step]) -> list[tuple[int, list[int], list[float]]]:
