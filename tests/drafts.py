@@ -87,6 +87,7 @@ def make_layout(lengths: list[int], anchors: list[list[int]], block: int = 4) ->
         block_size=block,
         response=stream,
         refused=stream,
+        drafted=stream,
     )
 
 

@@ -9,5 +9,9 @@ class WeightSyncError(RuntimeError):
     """The engine does not hold the draft that was pushed to it."""
 
 
+class ReplayError(RuntimeError):
+    """Training does not replay what the engine drafted."""
+
+
 class RolloutError(RuntimeError):
     """The engine could not start, or failed while generating."""

@@ -93,6 +93,9 @@ class OpdConfig:
     loss_max_clamp: float | None = 10.0
     log_prob_min_clamp: float | None = -10.0
     max_response_anchors: int = 0  # per sample; 0 = unlimited
+    replay_check_freq: int = 1  # compare replayed slots with the engine's proposals every N OPD updates of fresh rollouts; -1 = never
+    max_replay_mismatch: float | None = 0.02  # share of slots off by more than a near tie that stops the run; null = only report it
+    max_replay_mismatch_raw: float | None = 0.1  # the same for slots that differ at all (bf16 engines: about 3% are near ties)
 
 
 @dataclass

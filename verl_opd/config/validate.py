@@ -87,8 +87,8 @@ _FRACTION_WITHOUT_0 = [
     "opd.response_position_decay",
     "warmup.position_decay",
 ]
-_FRACTION_WITH_0 = ["optim.min_lr_ratio", "optim.lr_warmup_ratio"]
-_MINUS_1_OR_MORE_THAN_0 = ["rollout.top_k", "trainer.test_freq", "trainer.save_freq"]
+_FRACTION_WITH_0 = ["optim.min_lr_ratio", "optim.lr_warmup_ratio", "opd.max_replay_mismatch", "opd.max_replay_mismatch_raw"]
+_MINUS_1_OR_MORE_THAN_0 = ["rollout.top_k", "trainer.test_freq", "trainer.save_freq", "opd.replay_check_freq"]
 
 # vLLM engine arguments that the rollout server sets itself, and the key that decides them.
 OWNED_ENGINE_KWARGS: dict[str, str] = {

@@ -1,6 +1,8 @@
 """`verl-opd bench`: what recording and syncing cost, measured on the configured target and draft.
 
-Recorder overhead: the same greedy prompts on the same engine with the recorder on and off, in turns, reported as the median of paired ratios.
+Recorder overhead, two ways: the same greedy prompts on the same engines with the recorder on and off, in turns, as the median of paired
+ratios (whatever recording changes, and the noise of the machine); and the time spent inside the recorder as a share of the recorded runs
+(free of noise, blind to side effects such as colder caches).
 Draft push: seconds from the trainer's gather to the engine's read-back, over several pushes.
 """
 
@@ -23,7 +25,7 @@ from verl_opd.controller.trainers import Trainers
 from verl_opd.controller.validate import GREEDY
 from verl_opd.data.prompts import Prompt
 
-PAIRS = 5
+PAIRS = 10
 PUSHES = 5
 
 
@@ -41,15 +43,21 @@ def run(cfg: Config, argv: list[str]) -> None:
 
 def _recorder(plan: Plan, fleet: Fleet, console: Console) -> dict[str, float]:
     prompts = plan.train[: plan.cfg.data.train_batch_size]
-    _tokens_per_second(plan, fleet, prompts, True)  # first use compiles and allocates
+    _generate(plan, fleet, prompts, True)  # first use compiles and allocates
     ratios, rates = [], []
+    recorded = inside = 0.0
     for pair in range(PAIRS):
         order = (True, False) if pair % 2 == 0 else (False, True)
-        speed = {recording: _tokens_per_second(plan, fleet, prompts, recording) for recording in order}
+        before = _recorder_seconds(fleet)
+        runs = {recording: _generate(plan, fleet, prompts, recording) for recording in order}
+        speed = {recording: tokens / seconds for recording, (tokens, seconds) in runs.items()}
+        inside += _recorder_seconds(fleet) - before
+        recorded += runs[True][1] * len(fleet.servers)
         ratios.append(speed[False] / speed[True] - 1)
         rates.append(speed[True])
         console.say(f"pair {pair + 1}/{PAIRS}: recorder costs {ratios[-1]:+.2%} of {speed[False]:.1f} tokens/s")
     return {
+        "recorder_time_share": inside / recorded,
         "recorder_overhead_median": statistics.median(ratios),
         "recorder_overhead_min": min(ratios),
         "recorder_overhead_max": max(ratios),
@@ -57,7 +65,13 @@ def _recorder(plan: Plan, fleet: Fleet, console: Console) -> dict[str, float]:
     }
 
 
-def _tokens_per_second(plan: Plan, fleet: Fleet, prompts: list[Prompt], recording: bool) -> float:
+def _recorder_seconds(fleet: Fleet) -> float:
+    """Seconds spent inside the recorders of all replicas so far."""
+    return sum(stats["seconds"] for stats in ray.get([server.recorder_stats.remote() for server in fleet.servers]))
+
+
+def _generate(plan: Plan, fleet: Fleet, prompts: list[Prompt], recording: bool) -> tuple[int, float]:
+    """Tokens and seconds of one greedy run over all replicas."""
     ray.get([server.set_recording.remote(recording) for server in fleet.servers])
     ray.get([server.reset_prefix_cache.remote() for server in fleet.servers])
     started = time.monotonic()
@@ -68,7 +82,7 @@ def _tokens_per_second(plan: Plan, fleet: Fleet, prompts: list[Prompt], recordin
             for i, server in enumerate(fleet.servers)
         ]
     )
-    return sum(tokens) / (time.monotonic() - started)
+    return sum(tokens), time.monotonic() - started
 
 
 def _push(directory: RunDir, trainers: Trainers, fleet: Fleet) -> dict[str, float]:

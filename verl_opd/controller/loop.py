@@ -17,9 +17,11 @@ from verl_opd.controller.trackers import Trackers
 from verl_opd.controller.trainers import Trainers
 from verl_opd.controller.validate import Benchmarks
 from verl_opd.data.loader import PromptLoader
+from verl_opd.errors import ReplayError
 from verl_opd.opd.losses import LossSpec, stream_totals
 from verl_opd.opd.metrics import StepMetrics, reduce_metrics
 from verl_opd.opd.plan import BlockPlan, TrainItem, item_rng, plan_counts, plan_opd, plan_warmup
+from verl_opd.opd.replay_check import diagnose
 from verl_opd.opd.trace import RolloutSample
 from verl_opd.training.checkpoint import CheckpointStore, checkpoint_bytes
 from verl_opd.training.optim import lr_at
@@ -84,6 +86,7 @@ class Loop:
     snapshots: SnapshotWriter
     progress: Progress
     identity: dict[str, Any]
+    facts: dict[str, object]  # what a diagnosis should show: layer ids, mask token and the like, as configured
     clock: Stopwatch = field(default_factory=Stopwatch)
     queue: list[RolloutSample] = field(default_factory=list)
     saved: tuple[int, int] | None = None  # global step and number of validated stages of the newest checkpoint
@@ -103,7 +106,8 @@ class Loop:
         if self.progress.opd_step < self.total_steps:
             with self.console.phase("OPD", self.total_steps, self.progress.opd_step) as bar:
                 self._opd(bar)
-        self._validate_stage("after_opd")
+        if self.total_steps:
+            self._validate_stage("after_opd")
         self._save()
 
     # -- warm-up ---------------------------------------------------------------------------------------------------------------------
@@ -192,8 +196,24 @@ class Loop:
         metrics = []
         for index in range(parts):
             lr = lr_at(first + index, total, self.cfg.optim)
-            metrics.extend(self._update(self.queue[index::parts], plans[index::parts], opd_loss_spec(self.cfg), lr))
+            check = index == 0 and self._replay_check_due()
+            metrics.extend(self._update(self.queue[index::parts], plans[index::parts], opd_loss_spec(self.cfg), lr, check))
+            if check:
+                self._judge_replay(metrics)
         return metrics
+
+    def _replay_check_due(self) -> bool:
+        """Replayed slots say something only under the weights, and in the block, that the engine drafted with."""
+        every, accumulate = self.cfg.opd.replay_check_freq, self.cfg.trainer.update_accumulation_steps
+        same_block = self.block_size == self.cfg.rollout.num_speculative_tokens + 1
+        fresh = all(sample.draft_version == self.progress.version for sample in self.queue)
+        return every > 0 and same_block and fresh and (math.ceil(self.progress.opd_step / accumulate) - 1) % every == 0
+
+    def _judge_replay(self, metrics: Sequence[StepMetrics]) -> None:
+        opd = self.cfg.opd
+        facts = {"engine draft version": self.progress.sync.version, "checksum": self.progress.sync.checksum, **self.facts}
+        if problem := diagnose(reduce_metrics(metrics), opd.max_replay_mismatch, opd.max_replay_mismatch_raw, facts):
+            raise ReplayError(problem)
 
     # -- shared ----------------------------------------------------------------------------------------------------------------------
 
@@ -209,7 +229,9 @@ class Loop:
         with self.clock.part("gen"):
             return self.fleet.generate(prompts, sampling, self.progress.version)
 
-    def _update(self, samples: Sequence[RolloutSample], plans: Sequence[BlockPlan], spec: LossSpec, lr: float) -> list[StepMetrics]:
+    def _update(
+        self, samples: Sequence[RolloutSample], plans: Sequence[BlockPlan], spec: LossSpec, lr: float, check_replay: bool = False
+    ) -> list[StepMetrics]:
         """One optimiser step. The normalisers are counted here, over the whole mini-batch, so no split can change the result."""
         lengths = [len(sample.response_ids) for sample in samples]
         totals = stream_totals(plans, lengths, spec)
@@ -219,7 +241,7 @@ class Loop:
             if plan.response_block or plan.refused_block
         ]
         update = StepMetrics()
-        for part in self.trainers.update(items, totals, spec, lr):
+        for part in self.trainers.update(items, totals, spec, lr, check_replay):
             update.merge(part)
         self.progress.version += 1
         # micro-batches and ranks add up to one update's loss; updates of a step average

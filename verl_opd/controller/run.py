@@ -59,6 +59,20 @@ class Plan:
             "template": self.cfg.data.apply_chat_template_kwargs,
         }
 
+    @property
+    def facts(self) -> dict[str, object]:
+        """What a diagnosis shows: how the draft sees its target, as configured."""
+        family, config = get_family(self.cfg.draft.family), self.draft_config
+        return {
+            "family": family.name,
+            "target_layer_ids": family.layer_ids(config),
+            "mask_token_id": family.mask_token_id(config),
+            "block_size": family.block_size(config),
+            "num_speculative_tokens": self.cfg.rollout.num_speculative_tokens,
+            "convention": self.cfg.opd.convention,
+            "template": self.cfg.data.apply_chat_template_kwargs or "defaults",
+        }
+
 
 def prepare(cfg: Config) -> Plan:
     """Load tokenizer, data and configs; ConfigError for whatever cannot work. Starts nothing."""
@@ -199,6 +213,7 @@ def train(cfg: Config, argv: list[str]) -> None:
                 snapshots,
                 progress,
                 plan.identity,
+                plan.facts,
             )
             try:
                 loop.run()

@@ -50,11 +50,13 @@ class Trainers:
         self.draft_parameters: int = reports[0]["draft_parameters"]
         return reports
 
-    def update(self, items: Sequence[TrainItem], totals: StreamTotals, spec: LossSpec, lr: float) -> list[StepMetrics]:
+    def update(
+        self, items: Sequence[TrainItem], totals: StreamTotals, spec: LossSpec, lr: float, check_replay: bool = False
+    ) -> list[StepMetrics]:
         """One optimiser step over `items`, split over the ranks; measurements of each rank."""
         shares = balance(items, len(self._ranks))
         parts: list[StepMetrics] = ray.get(
-            [rank.update.remote(share, totals, spec, lr) for rank, share in zip(self._ranks, shares, strict=True)]
+            [rank.update.remote(share, totals, spec, lr, check_replay) for rank, share in zip(self._ranks, shares, strict=True)]
         )
         return parts
 

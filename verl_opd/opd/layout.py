@@ -30,7 +30,7 @@ class Stream:
     sample [M]: row of the micro-batch. slot [M]: n*B + j, index into the sample's N*B draft slots. token [M]. offset [M]: j, 1-based.
     Response stream: target_row [M], index into the sample's S target rows, the one that scores the same token.
     Refused stream: teacher_logprob [M] float32 as the engine recorded it, on the draft's own prefix, which no row of the response has seen.
-    The field of the other stream is empty.
+    The field of the other stream is empty. Drafted stream: every proposal of the engine, accepted or not; nothing is supervised with it.
     """
 
     sample: Tensor
@@ -56,6 +56,7 @@ class Layout:
     block_size: int
     response: Stream
     refused: Stream
+    drafted: Stream
 
     @property
     def context_len(self) -> int:
@@ -86,6 +87,7 @@ def build_layout(items: Sequence[TrainItem], device: torch.device | str = "cpu")
         block_size=sizes.pop(),
         response=_response_stream(items, device),
         refused=_refused_stream(items, device),
+        drafted=_drafted_stream(items, device),
     )
 
 
@@ -144,6 +146,17 @@ def _refused_stream(items: Sequence[TrainItem], device: torch.device | str) -> S
     sample, slots, tokens, offsets = torch.tensor(entries, dtype=torch.long, device=device).reshape(-1, 4).unbind(1)
     none = torch.zeros(0, dtype=torch.long, device=device)
     return Stream(sample, slots, tokens, offsets, none, torch.tensor(logprobs, dtype=torch.float32, device=device))
+
+
+def _drafted_stream(items: Sequence[TrainItem], device: torch.device | str) -> Stream:
+    entries = [
+        (index, _slot(item, block, offset), token, offset)
+        for index, item in enumerate(items)
+        for block, tokens in enumerate(item.plan.drafted)
+        for offset, token in enumerate(tokens, start=1)
+    ]
+    sample, slots, tokens, offsets = torch.tensor(entries, dtype=torch.long, device=device).reshape(-1, 4).unbind(1)
+    return Stream(sample, slots, tokens, offsets, torch.zeros(0, dtype=torch.long, device=device), torch.zeros(0, device=device))
 
 
 def cost(item: TrainItem) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +20,7 @@ class BlockPlan:
     The two streams are flat parallel tuples, one entry per supervised slot; `*_block` indexes anchors, `*_offset` is 1-based (1..B-1).
     Slot (block n, offset j) predicts response position anchors[n] + j; see layout.py for tensor indices.
     response_*: committed tokens (label = the response token there). refused_*: refused proposals with the engine's target log-prob.
+    drafted: what the engine proposed in each block, accepted or not, per anchor; empty for a block that no engine drafted.
     """
 
     block_size: int
@@ -31,6 +32,7 @@ class BlockPlan:
     refused_offset: tuple[int, ...]
     refused_token: tuple[int, ...]
     refused_logprob: tuple[float, ...]
+    drafted: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -81,17 +83,18 @@ def plan_opd(
         reach = end if response_span == "segment" else length - 1
         spans.append((anchor, min(reach - anchor, block_size - 1)))
     refused = [item for item in refusals(trace) if item.offset < block_size]
-    return _assemble(block_size, sample.response_ids, spans, refused)
+    drafted = {step.anchor: step.drafted[: block_size - 1] for step in trace.steps}
+    return _assemble(block_size, sample.response_ids, spans, refused, drafted)
 
 
 def plan_warmup(sample: RolloutSample, *, block_size: int, anchors_per_sample: int, rng: np.random.Generator) -> BlockPlan:
     """Whole blocks at up to `anchors_per_sample` distinct uniform anchors in 0..R-2, every slot supervised by the response; no refusals."""
     candidates = len(sample.response_ids) - 1
     if candidates < 1:
-        return _assemble(block_size, sample.response_ids, [], [])
+        return _assemble(block_size, sample.response_ids, [], [], {})
     chosen = rng.choice(candidates, size=min(anchors_per_sample, candidates), replace=False)
     spans = [(int(anchor), min(block_size - 1, candidates - int(anchor))) for anchor in sorted(chosen)]
-    return _assemble(block_size, sample.response_ids, spans, [])
+    return _assemble(block_size, sample.response_ids, spans, [], {})
 
 
 def _subsample(pairs: list[tuple[int, int]], limit: int) -> list[tuple[int, int]]:
@@ -103,8 +106,14 @@ def _subsample(pairs: list[tuple[int, int]], limit: int) -> list[tuple[int, int]
     return [pairs[i * (count - 1) // (limit - 1)] for i in range(limit)]
 
 
-def _assemble(block_size: int, response_ids: Sequence[int], spans: Sequence[tuple[int, int]], refused: Sequence[Refusal]) -> BlockPlan:
-    """spans: (anchor, number of supervised offsets, at least 1). A block is there for its span, its refusals, or both."""
+def _assemble(
+    block_size: int,
+    response_ids: Sequence[int],
+    spans: Sequence[tuple[int, int]],
+    refused: Sequence[Refusal],
+    drafted: Mapping[int, tuple[int, ...]],
+) -> BlockPlan:
+    """spans: (anchor, number of supervised offsets, at least 1). A block is there for its span, its refusals, or both. drafted: by anchor."""
     anchors = tuple(sorted({anchor for anchor, _ in spans} | {item.anchor for item in refused}))
     index = {anchor: position for position, anchor in enumerate(anchors)}
     slots = [(anchor, offset) for anchor, reach in spans for offset in range(1, reach + 1)]
@@ -118,6 +127,7 @@ def _assemble(block_size: int, response_ids: Sequence[int], spans: Sequence[tupl
         refused_offset=tuple(item.offset for item in refused),
         refused_token=tuple(item.token for item in refused),
         refused_logprob=tuple(item.logprob for item in refused),
+        drafted=tuple(drafted.get(anchor, ()) for anchor in anchors),
     )
 
 

@@ -16,12 +16,13 @@ from verl_opd.errors import WeightSyncError
 
 @dataclass(frozen=True)
 class SyncReport:
-    """version now served everywhere; seconds of the push, read-back included; bytes and tensors pushed to each replica."""
+    """version and checksum now served everywhere; seconds of the push, read-back included; bytes and tensors pushed to each replica."""
 
     version: int
     seconds: float
     bytes: int
     tensor_count: int
+    checksum: str = ""
 
 
 def push_draft(servers: Sequence[Any], snapshot: DraftSnapshot) -> SyncReport:
@@ -31,7 +32,9 @@ def push_draft(servers: Sequence[Any], snapshot: DraftSnapshot) -> SyncReport:
     for replica, reply in enumerate(replies):
         for rank, worker in enumerate(reply["workers"]):
             prove(worker, snapshot, f"replica {replica}, engine worker {rank}")
-    return SyncReport(snapshot.version, time.monotonic() - started, Path(snapshot.path).stat().st_size, len(snapshot.shapes))
+    return SyncReport(
+        snapshot.version, time.monotonic() - started, Path(snapshot.path).stat().st_size, len(snapshot.shapes), snapshot.checksum
+    )
 
 
 def prove(worker: dict[str, Any], snapshot: DraftSnapshot, where: str) -> None:

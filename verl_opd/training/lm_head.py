@@ -23,6 +23,16 @@ def label_logprobs(rows: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> 
     return torch.cat(parts) if parts else rows.new_zeros(0, dtype=torch.float32)
 
 
+@torch.no_grad()
+def label_gaps(rows: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
+    """How far below each row's most likely token its label lies, in nats [M] float32; 0 = the label is the greedy choice."""
+    parts = []
+    for part, label in zip(rows.split(chunk), labels.split(chunk), strict=True):
+        logits = _logits(part, weight)
+        parts.append(logits.amax(1) - logits.gather(1, label.unsqueeze(1)).squeeze(1))
+    return torch.cat(parts) if parts else rows.new_zeros(0, dtype=torch.float32)
+
+
 class _SlotLogprobs(torch.autograd.Function):
     """Log-probs of several (row, label) entries.
 

@@ -23,12 +23,15 @@ from verl_opd.opd.layout import Layout, build_layout, split_micro_batches
 from verl_opd.opd.losses import LossSpec, StreamTotals, bernoulli_forward_kl, combine, k3, loss_metrics
 from verl_opd.opd.metrics import StepMetrics
 from verl_opd.opd.plan import BlockPlan, TrainItem
+from verl_opd.opd.replay_check import replay_metrics
 from verl_opd.targets.base import TargetBackend, TargetFeatures
 from verl_opd.targets.cache import CachedTarget
 from verl_opd.targets.hf import HFTarget
-from verl_opd.training.lm_head import label_logprobs, row_forward_kl, slot_logprobs
+from verl_opd.training.lm_head import label_gaps, label_logprobs, row_forward_kl, slot_logprobs
 from verl_opd.training.optim import build_optimizer
 from verl_opd.training.state import load_distributed, save_distributed
+
+_CHECKED_SLOTS = 2048  # per micro-batch and replay check
 
 
 class DraftTrainer:
@@ -69,8 +72,13 @@ class DraftTrainer:
 
     # -- one optimiser step ----------------------------------------------------------------------------------------------------------
 
-    def update(self, items: Sequence[TrainItem], totals: StreamTotals, spec: LossSpec, lr: float) -> StepMetrics:
+    def update(
+        self, items: Sequence[TrainItem], totals: StreamTotals, spec: LossSpec, lr: float, check_replay: bool = False
+    ) -> StepMetrics:
         """One optimiser step on this rank's `items`; `totals` are counted over the items of all ranks.
+
+        check_replay: also compare replayed slots with the engine's proposals (opd/replay_check.py); only while the weights are still those that
+        drafted `items`.
 
         Ranks run the same number of micro-batches, so that FSDP's collectives meet; a rank that runs out passes a zero loss through the draft.
         The step is skipped, and counted in actor/skipped_steps, when loss or gradient are not finite on any rank, or when no rank supervises
@@ -82,7 +90,7 @@ class DraftTrainer:
         metrics, summed = StepMetrics(), torch.zeros((), device=self.device)
         for index in range(max(1, int(count))):
             if index < len(micro_batches):
-                loss = self._loss(build_layout(micro_batches[index], self.device), totals, spec, metrics)
+                loss = self._loss(build_layout(micro_batches[index], self.device), totals, spec, metrics, check_replay)
             else:
                 loss = self._zero_loss()
             (loss * self.world_size).backward()  # FSDP averages over ranks; totals are global already
@@ -94,9 +102,11 @@ class DraftTrainer:
         self._step(lr, metrics, usable=finite and totals.denominator(spec) > 0)
         return metrics
 
-    def _loss(self, layout: Layout, totals: StreamTotals, spec: LossSpec, metrics: StepMetrics) -> Tensor:
+    def _loss(self, layout: Layout, totals: StreamTotals, spec: LossSpec, metrics: StepMetrics, check_replay: bool) -> Tensor:
         features = self.target.features(layout.input_ids, layout.lengths)
         hidden = self.family.replay(self.draft, features.aux[:, : layout.context_len], self._slot_embeds(layout), layout).flatten(0, 1)
+        if check_replay:
+            metrics.merge(self._replay_check(layout, hidden.detach()))
         response, refused = self._values(layout, hidden, features, spec)
         loss = combine(response, layout.response.offset, refused, layout.refused.offset, totals, spec)
         metrics.merge(loss_metrics(response, refused, loss.detach(), spec))
@@ -129,6 +139,15 @@ class DraftTrainer:
             teacher = label_logprobs(target_hidden[scored], head, labels, chunk)[index]
             response = bernoulli_forward_kl(student_r, teacher, clamp)
         return response, k3(student_j, layout.refused.teacher_logprob, clamp)
+
+    def _replay_check(self, layout: Layout, hidden: Tensor) -> StepMetrics:
+        """Replayed choices against the engine's proposals, on an even share of the micro-batch's drafted slots."""
+        drafted = layout.drafted
+        count = len(drafted.token)
+        some = torch.arange(min(count, _CHECKED_SLOTS), device=self.device) * count // max(1, min(count, _CHECKED_SLOTS))
+        row = (drafted.sample * layout.anchors.shape[1] * layout.block_size + drafted.slot)[some]
+        gaps = label_gaps(hidden[row], self.target.lm_head_weight, drafted.token[some], self.cfg.training.lm_head_chunk_size)
+        return replay_metrics(gaps, drafted.offset[some])
 
     def _slot_embeds(self, layout: Layout) -> Tensor:
         """Embeddings [b, N, B, h]: the anchor token, then mask tokens."""
