@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 DATA = Path(__file__).parents[2] / "examples" / "data"
-FILES = {"train": 344, "heldout": 48}
+FILES = {"train": 622, "heldout": 48}
 # Words that do not tell tasks apart.
 FILLER = {
     "a",
