@@ -216,3 +216,83 @@ def test_a_sample_without_verify_steps_is_skipped_and_counted_as_empty():
     assert counts[PREFIX + "skipped_sample_count"] == counts[PREFIX + "empty_reject_sample_count"] == 1
     plain = make_sample([(0, [], [])], [100, 101])  # rolled out without drafting: no statement about refusals
     assert PREFIX + "empty_reject_sample_count" not in plan_counts(plan_opd(plain, block_size=4), plain).finish()
+
+
+# -- fewer, or other, anchors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("stride", "kept"), [(1, [0, 1, 2, 3, 4]), (2, [0, 2, 4]), (3, [0, 3, 4]), (9, [0, 4])])
+def test_a_stride_keeps_the_last_anchor(stride: int, kept: list[int]):
+    plan = plan_opd(one_token_steps(5), block_size=2, response_anchor_stride=stride)
+    assert [anchor for anchor, _ in supervised(plan)] == kept
+    assert len(refused(plan)) == 5
+
+
+def test_upstream_stride_vector():
+    """P = 2, R = 10, boundaries 1 2 3 4, B = 4, stride 2: of the pairs at -1 1 2 3 4 those with index 0, 2, 4 remain."""
+    shifted = make_sample([(0, [900 + i], [-1.0]) for i in range(4)] + [(0, [], [])] * 5, range(100, 110), prompt=(1, 2))
+    assert boundaries(shifted.trace) == [1, 2, 3, 4]
+    plan = plan_opd(shifted, block_size=4, convention="draft_opd", response_anchor_stride=2)
+    assert sorted({anchor for anchor, _ in supervised(plan)}) == [-1, 2, 4]
+
+
+def test_the_cap_applies_to_what_the_stride_left():
+    plan = plan_opd(one_token_steps(10), block_size=2, response_anchor_stride=3, max_response_anchors=2)
+    assert [anchor for anchor, _ in supervised(plan)] == [0, 9]
+
+
+def test_only_the_first_refused_token_of_each_block():
+    plan = plan_opd(worked_sample(), block_size=4, rejected_first_only=True)
+    assert refused(plan) == [(0, 2, 902), (6, 1, 931)]
+    assert plan.refused_logprob == (-2.5, -4.0)
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(1, 1), (2, 2), (4, 4), (5, 5), (9, 5), (0, 5)])
+def test_refused_tokens_per_sample_are_the_first_in_order(limit: int, kept: int):
+    plan = plan_opd(worked_sample(), block_size=4, max_rejected_tokens=limit)
+    assert refused(plan) == WORKED_REFUSED[:kept]
+
+
+def test_a_limit_drops_the_blocks_it_empties_but_no_response_block():
+    plan = plan_opd(worked_sample(), block_size=4, convention="draft_opd", max_rejected_tokens=3)
+    assert plan.anchors == (-1, 0, 2, 6)
+    assert refused(plan) == WORKED_REFUSED[:3]
+
+
+@given(rollouts(), st.integers(2, 7), st.sampled_from(["exact", "draft_opd"]), st.integers(0, 99))
+@UNHURRIED
+def test_random_anchors_keep_lengths_and_stay_apart(rollout: Rollout, block_size: int, convention: str, seed: int):
+    choices = {"block_size": block_size, "convention": convention}
+    true, moved = plan_opd(rollout.sample, **choices), plan_opd(rollout.sample, **choices, random_anchor_seed=seed)
+    assert moved == plan_opd(rollout.sample, **choices, random_anchor_seed=seed)
+
+    def lengths(plan: BlockPlan) -> list[int]:
+        return sorted(Counter(anchor for anchor, _ in supervised(plan)).values())
+
+    assert lengths(moved) == lengths(true)
+    positions = [anchor + offset for anchor, offset in supervised(moved)]
+    assert len(positions) == len(set(positions))
+    assert all((1 if convention == "exact" else 0) <= position < rollout.length for position in positions)
+    assert moved.response_label == tuple(rollout.sample.response_ids[position] for position in positions)
+    assert refused(moved) == refused(true)
+
+
+def test_random_anchors_depend_on_seed_and_content():
+    sample = one_token_steps(3)
+    long = make_sample([(0, [900 + i], [-1.0]) for i in range(3)] + [(0, [], [])] * 40, range(100, 144))
+    plans = {plan_opd(long, block_size=2, random_anchor_seed=seed).anchors for seed in range(8)}
+    assert len(plans) > 4
+    assert plan_opd(sample, block_size=2, random_anchor_seed=1).anchors == plan_opd(sample, block_size=2, random_anchor_seed=2).anchors, (
+        "full"
+    )
+
+
+@given(rollouts(), st.integers(2, 7), st.sampled_from(["exact", "draft_opd"]))
+@UNHURRIED
+def test_both_ways_of_counting_agree(rollout: Rollout, block_size: int, convention: str):
+    """The dashboard's effective tokens are distinct positions; in disjoint segments that is the number of supervised slots."""
+    plan = plan_opd(rollout.sample, block_size=block_size, convention=convention)
+    counts = plan_counts(plan, rollout.sample)
+    assert counts.sums["actor/distillation/opd_effective_token_count"] == len(plan.response_label)
+    assert counts.sums["actor/distillation/opd_rejected_draft_token_count"] == len(plan.refused_token)
+    assert counts.means["data/supervised_share"] == (len(plan.response_label), rollout.length)

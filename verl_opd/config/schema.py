@@ -92,7 +92,11 @@ class OpdConfig:
     response_position_decay: float = 1.0
     loss_max_clamp: float | None = 10.0
     log_prob_min_clamp: float | None = -10.0
-    max_response_anchors: int = 0  # per sample; 0 = unlimited
+    response_anchor_stride: int = 1  # keep every s-th response anchor, and the last
+    max_response_anchors: int = 0  # per sample, evenly spread, the last kept; 0 = unlimited
+    random_anchors: bool = False  # ablation: response segments at random places of the response, refusals where they were
+    rejected_first_only: bool = False  # of a block's refused proposals only the first; switches the position decay off
+    max_rejected_tokens: int = 0  # refused proposals per sample; 0 = all
     replay_check_freq: int = 1  # compare replayed slots with the engine's proposals every N OPD updates of fresh rollouts; -1 = never
     max_replay_mismatch: float | None = 0.02  # share of slots off by more than a near tie that stops the run; null = only report it
     max_replay_mismatch_raw: float | None = 0.1  # the same for slots that differ at all (bf16 engines: about 3% are near ties)

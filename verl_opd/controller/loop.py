@@ -36,7 +36,7 @@ def opd_loss_spec(cfg: Config) -> LossSpec:
         response_stream_weight=opd.response_stream_weight,
         rejected_stream_weight=opd.rejected_stream_weight,
         response_position_decay=opd.response_position_decay,
-        rejected_position_decay=opd.rejected_position_decay,
+        rejected_position_decay=1.0 if opd.rejected_first_only else opd.rejected_position_decay,
         loss_max_clamp=opd.loss_max_clamp,
         log_prob_min_clamp=opd.log_prob_min_clamp,
         convention=opd.convention,
@@ -185,7 +185,11 @@ class Loop:
                 block_size=self.block_size,
                 convention=opd.convention,
                 response_span=opd.response_span,
+                response_anchor_stride=opd.response_anchor_stride,
                 max_response_anchors=opd.max_response_anchors,
+                random_anchor_seed=trainer.seed if opd.random_anchors else None,
+                rejected_first_only=opd.rejected_first_only,
+                max_rejected_tokens=opd.max_rejected_tokens,
             )
             for sample in self.queue
         ]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from verl_opd.opd.metrics import StepMetrics
+from verl_opd.opd.names import CONVENTIONS, RESPONSE_SPANS
 from verl_opd.opd.trace import Refusal, RolloutSample, boundaries, refusals
 
 
@@ -56,7 +57,11 @@ def plan_opd(
     block_size: int,
     convention: str = "exact",
     response_span: str = "segment",
+    response_anchor_stride: int = 1,
     max_response_anchors: int = 0,
+    random_anchor_seed: int | None = None,
+    rejected_first_only: bool = False,
+    max_rejected_tokens: int = 0,
 ) -> BlockPlan:
     """The blocks of one on-policy sample.
 
@@ -64,27 +69,64 @@ def plan_opd(
     starts at the previous segment's last token, the first one at the last prompt token (anchor -1).
     response_span segment: labels reach to the end of the verify step (accepted proposals and the correction; a bonus token has no slot).
     block: labels reach to the end of the block or the response.
-    max_response_anchors C > 0 keeps C evenly spread response anchors, the last one among them; refusals keep their blocks in any case.
+    response_anchor_stride s keeps every s-th response anchor, max_response_anchors C > 0 then C evenly spread ones; both keep the last one.
+    random_anchor_seed: an ablation that moves the response segments, lengths kept, to random places; None = off.
+    rejected_first_only keeps the first refused token of a block, max_rejected_tokens M > 0 the first M of the sample; refusals keep their
+    blocks whatever happens to response anchors.
     """
+    if response_span not in RESPONSE_SPANS:
+        raise ValueError(f"response_span={response_span!r} is none of {', '.join(RESPONSE_SPANS)}")
+    length = len(sample.response_ids)
+    pairs = _strided(_segments(sample, convention), response_anchor_stride)
+    pairs = _subsample(pairs, max_response_anchors)
+    if random_anchor_seed is not None:
+        pairs = _scatter(sample, pairs, block_size, first=0 if convention == "exact" else -1, seed=random_anchor_seed)
+    spans = []
+    for anchor, end in pairs:
+        reach = end if response_span == "segment" else length - 1
+        spans.append((anchor, min(reach - anchor, block_size - 1)))
+    refused = [item for item in refusals(sample.trace) if item.offset < block_size]
+    if rejected_first_only:
+        refused = list({item.anchor: item for item in reversed(refused)}.values())[::-1]
+    if max_rejected_tokens:
+        refused = refused[:max_rejected_tokens]
+    drafted = {step.anchor: step.drafted[: block_size - 1] for step in sample.trace.steps}
+    return _assemble(block_size, sample.response_ids, spans, refused, drafted)
+
+
+def _segments(sample: RolloutSample, convention: str) -> list[tuple[int, int]]:
+    """(anchor, last supervised position) of every segment."""
     length, trace = len(sample.response_ids), sample.trace
-    if response_span not in ("segment", "block"):
-        raise ValueError(f"response_span={response_span!r} is neither segment nor block")
     if convention == "exact":
-        pairs = [(step.anchor, step.anchor + step.committed) for step in trace.steps]
-    elif convention == "draft_opd":
+        return [(step.anchor, step.anchor + step.committed) for step in trace.steps]
+    if convention == "draft_opd":
         ends = sorted({end for end in boundaries(trace) if 0 <= end < length})
         if ends and ends[-1] < length - 1:
             ends.append(length - 1)
-        pairs = list(zip([-1, *ends], ends, strict=False))
-    else:
-        raise ValueError(f"convention={convention!r} is neither exact nor draft_opd")
-    spans = []
-    for anchor, end in _subsample(pairs, max_response_anchors):
-        reach = end if response_span == "segment" else length - 1
-        spans.append((anchor, min(reach - anchor, block_size - 1)))
-    refused = [item for item in refusals(trace) if item.offset < block_size]
-    drafted = {step.anchor: step.drafted[: block_size - 1] for step in trace.steps}
-    return _assemble(block_size, sample.response_ids, spans, refused, drafted)
+        return list(zip([-1, *ends], ends, strict=False))
+    raise ValueError(f"convention={convention!r} is none of {', '.join(CONVENTIONS)}")
+
+
+def _strided(pairs: list[tuple[int, int]], stride: int) -> list[tuple[int, int]]:
+    return [pair for i, pair in enumerate(pairs) if i % stride == 0 or i == len(pairs) - 1]
+
+
+def _scatter(sample: RolloutSample, pairs: Sequence[tuple[int, int]], block_size: int, first: int, seed: int) -> list[tuple[int, int]]:
+    """The segments of `pairs`, as long as their block has slots, shuffled and moved apart by random gaps; disjoint as before.
+
+    The draw depends on seed and token ids alone (Draft-OPD's ablation), so any split of a batch gives the same anchors.
+    """
+    lengths = [min(end - anchor, block_size - 1) for anchor, end in pairs]
+    ids = sample.prompt_ids + sample.response_ids
+    rng = item_rng(seed, sum(position * token for position, token in enumerate(ids, start=1)), "anchors")
+    free = len(sample.response_ids) - 1 - first - sum(lengths)
+    gaps = rng.multinomial(free, [1 / (len(lengths) + 1)] * (len(lengths) + 1)).tolist()
+    cursor, moved = first, []
+    for gap, index in zip(gaps, rng.permutation(len(lengths)), strict=False):
+        cursor += gap
+        moved.append((cursor, cursor + lengths[index]))
+        cursor += lengths[index]
+    return moved
 
 
 def plan_warmup(sample: RolloutSample, *, block_size: int, anchors_per_sample: int, rng: np.random.Generator) -> BlockPlan:
