@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from verl_opd.training.lm_head import label_logprobs, row_forward_kl, slot_logprobs
+from verl_opd.opd.losses import FULL_VOCABULARY, full_forward_kl
+from verl_opd.training.lm_head import label_logprobs, row_divergence, slot_logprobs
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def test_row_forward_kl_and_gradient_equal_float64(problem, chunk):
     rows, weight, _, _ = problem
     teacher = rows + 0.01 * torch.randn_like(rows)  # p near q, where low precision hurts most
     ours = rows.clone().requires_grad_()
-    values = row_forward_kl(ours, teacher, weight, chunk)
+    values = row_divergence(ours, teacher, weight, full_forward_kl, chunk)
     grad = torch.linspace(0.5, 2, len(rows))
     values.backward(grad)
     reference = rows.double().clone().requires_grad_()
@@ -63,3 +64,27 @@ def test_no_entries_give_an_empty_differentiable_result(problem):
     empty = torch.zeros(0, dtype=torch.long)
     slot_logprobs(rows[:0], weight, empty, empty, 4).sum().backward()
     assert rows.grad.abs().sum() == 0
+
+
+@pytest.mark.parametrize("name", FULL_VOCABULARY)
+@pytest.mark.parametrize("distance", [1.0, 0.01])
+def test_every_divergence_through_the_head_equals_plain_autograd_in_float64(problem, name, distance):
+    rows, weight, _, _ = problem
+    teacher = rows + distance * torch.randn_like(rows)
+    ours = rows.clone().requires_grad_()
+    grad = torch.linspace(0.5, 2, len(rows))
+    values = row_divergence(ours, teacher, weight, FULL_VOCABULARY[name], 4)
+    values.backward(grad)
+    reference = rows.double().clone().requires_grad_()
+    p, q = torch.softmax(teacher.double() @ weight.double().T, 1), torch.softmax(reference @ weight.double().T, 1)
+    kl, overlap = (p * (p / q).log()).sum(1), torch.minimum(p, q).sum(1)
+    w = (-3 * overlap.detach()).exp()
+    expected = {
+        "full_forward_kl": kl,
+        "tv": (p - q).abs().sum(1) / 2,
+        "lk_alpha": -overlap.log(),
+        "lk_lambda": w * kl + (1 - w) * (1 - overlap),
+    }[name]
+    expected.backward(grad.double())
+    torch.testing.assert_close(values.double(), expected.detach(), atol=2e-6, rtol=1e-3)
+    assert (ours.grad.double() - reference.grad).norm() / reference.grad.norm() < 5e-3

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from tests.rollouts import UNHURRIED, Rollout, rollouts, worked_sample
 from verl_opd.opd.layout import Layout, build_layout, split_micro_batches
 from verl_opd.opd.losses import (
+    FULL_VOCABULARY,
+    SINGLE_TOKEN,
     LossSpec,
     StreamTotals,
     bernoulli_forward_kl,
@@ -23,7 +25,7 @@ from verl_opd.opd.losses import (
 )
 from verl_opd.opd.metrics import StepMetrics, reduce_metrics
 from verl_opd.opd.plan import TrainItem, plan_opd
-from verl_opd.training.lm_head import row_forward_kl
+from verl_opd.training.lm_head import row_divergence
 
 # -- divergences ---------------------------------------------------------------------------------------------------------------------
 
@@ -156,7 +158,7 @@ def test_the_chunked_head_computes_the_same_full_forward_kl():
     rows, teacher, head = torch.randn(7, 8), torch.randn(7, 8), torch.randn(30, 8)
     plain, chunked = rows.clone().requires_grad_(), rows.clone().requires_grad_()
     expected = full_forward_kl(plain @ head.T, teacher @ head.T)
-    values = row_forward_kl(chunked, teacher, head, 3)
+    values = row_divergence(chunked, teacher, head, full_forward_kl, 3)
     (expected.sum() + values.sum()).backward()
     torch.testing.assert_close(values, expected)
     torch.testing.assert_close(chunked.grad, plain.grad, atol=1e-5, rtol=1e-5)
@@ -167,6 +169,55 @@ def test_losses_compute_in_float32_whatever_comes_in():
     for function in (bernoulli_forward_kl, k3):
         torch.testing.assert_close(function(s, t), function(s.float(), t.float()), atol=0, rtol=0)
     assert full_forward_kl(s.unsqueeze(0), t.unsqueeze(0)).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "slope"),
+    [("k1", -math.log(2), 1.0), ("k2", math.log(2) ** 2 / 2, -math.log(2)), ("abs", math.log(2), -1.0)],
+)
+def test_estimators_by_hand(name, value, slope):
+    values, slopes = value_and_slope(SINGLE_TOKEN[name], [math.log(0.25)], [math.log(0.5)], min_clamp=None)
+    assert values[0] == pytest.approx(value, abs=1e-6)
+    assert slopes[0] == pytest.approx(slope, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["k1", "k2", "k3", "abs"])
+def test_the_min_clamp_bounds_both_sides_of_every_estimator(name):
+    values, slopes = value_and_slope(SINGLE_TOKEN[name], [-30.0, -5.0], [-1.0, -30.0], min_clamp=-10.0)
+    expected, _ = value_and_slope(SINGLE_TOKEN[name], [-10.0, -5.0], [-1.0, -10.0], min_clamp=None)
+    np.testing.assert_allclose(values, expected, rtol=1e-6)
+    assert slopes[0] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "reference"), [("k1", lambda s, t: s - t), ("k2", lambda s, t: (s - t) ** 2 / 2), ("abs", lambda s, t: abs(s - t))]
+)
+def test_estimators_and_gradients_against_float64(name, reference):
+    q, p = np.array(FAR + NEAR).T
+    s, t = (np.log(x).astype(np.float32).astype(np.float64) for x in (q, p))
+    values, slopes = value_and_slope(SINGLE_TOKEN[name], s, t, min_clamp=None)
+    np.testing.assert_allclose(values, reference(s, t), rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(slopes, central_difference(reference, s, t), rtol=1e-3, atol=1e-6)
+
+
+def test_full_vocabulary_losses_by_hand():
+    # p = (1/2, 1/4, 1/4), q = (1/4, 1/2, 1/4): TV 1/4, alpha 3/4, KL ln 2 / 4
+    p, q = torch.tensor([[0.5, 0.25, 0.25]]).log() + 3.0, torch.tensor([[0.25, 0.5, 0.25]]).log() - 1.0
+    kl, w = math.log(2) / 4, math.exp(-2.25)
+    expected = {"full_forward_kl": kl, "tv": 0.25, "lk_alpha": -math.log(0.75), "lk_lambda": w * kl + (1 - w) * 0.25}
+    assert {name: float(function(q, p)) for name, function in FULL_VOCABULARY.items()} == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", FULL_VOCABULARY)
+def test_disjoint_and_equal_distributions_stay_finite(name):
+    certain, other = torch.tensor([[200.0, 0.0, 0.0]]), torch.tensor([[0.0, 200.0, 0.0]])
+    for teacher in (other, certain):
+        logits = certain.clone().requires_grad_()
+        value = FULL_VOCABULARY[name](logits, teacher)
+        value.sum().backward()
+        assert torch.isfinite(value).all()
+        assert torch.isfinite(logits.grad).all()
+    assert value.item() == pytest.approx(0.0, abs=1e-6)
 
 
 # -- weights and normalisation -------------------------------------------------------------------------------------------------------
@@ -216,8 +267,8 @@ def test_totals_of_the_worked_example():
 
 @pytest.mark.parametrize("name", ["response_loss", "rejected_loss", "convention"])
 def test_an_unknown_name_is_refused(name):
-    with pytest.raises(ValueError, match=f"{name}='tv' is none of"):
-        LossSpec(**{name: "tv"})
+    with pytest.raises(ValueError, match=f"{name}='mse' is none of"):
+        LossSpec(**{name: "mse"})
 
 
 @pytest.mark.parametrize("totals", [StreamTotals(0.0, 0.0), StreamTotals(3.0, 2.0)])

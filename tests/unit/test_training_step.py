@@ -161,6 +161,10 @@ def plain_loss(draft: torch.nn.Module, target: torch.nn.Module, items: list[Trai
                 value = p[label] * (p[label] / q[label]).log() + (1 - p[label]) * ((1 - p[label]) / (1 - q[label])).log()
             elif spec.response_loss == "full_forward_kl":
                 value = (p * (p / q).log()).sum()
+            elif spec.response_loss == "tv":
+                value = (p - q).abs().sum() / 2
+            elif spec.response_loss == "k2":
+                value = (q[label] / p[label]).log() ** 2 / 2
             else:
                 value = -q[label].log()
             total = total + value * spec.response_position_decay ** (offset - 1)
@@ -174,7 +178,7 @@ def plain_loss(draft: torch.nn.Module, target: torch.nn.Module, items: list[Trai
     return total / weights
 
 
-@pytest.mark.parametrize("response_loss", ["forward_kl", "full_forward_kl", "cross_entropy"])
+@pytest.mark.parametrize("response_loss", ["forward_kl", "full_forward_kl", "cross_entropy", "tv", "k2"])
 def test_an_update_has_the_gradient_of_the_plain_loss(models: Path, one_rank: None, response_loss: str) -> None:
     spec = replace(SPEC, response_loss=response_loss, loss_max_clamp=None, log_prob_min_clamp=None)
     target = AutoModelForCausalLM.from_pretrained(models / "target", dtype=torch.float32)

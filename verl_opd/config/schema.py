@@ -84,8 +84,9 @@ class OpdConfig:
 
     convention: str = "exact"  # exact | draft_opd
     response_span: str = "segment"  # segment | block: how far after an anchor labels reach
-    response_loss: str = "forward_kl"  # forward_kl (single token) | full_forward_kl (full vocabulary) | cross_entropy
-    rejected_loss: str = "k3"
+    # forward_kl, k2, k3, abs: on the one committed token; cross_entropy: needs no teacher; full_forward_kl, tv, lk_alpha, lk_lambda: full vocabulary
+    response_loss: str = "forward_kl"
+    rejected_loss: str = "k3"  # k2, k3, abs, forward_kl: on the refused token
     response_stream_weight: float = 1.0
     rejected_stream_weight: float = 1.0
     rejected_position_decay: float = 0.8  # gamma, weight gamma^(offset-1); 1 = off

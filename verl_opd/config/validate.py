@@ -243,6 +243,13 @@ def _check_rollout(cfg: Config) -> None:
 
 def _check_streams(cfg: Config) -> None:
     opd = cfg.opd
+    for key, value in (
+        ("opd.response_loss", opd.response_loss),
+        ("opd.rejected_loss", opd.rejected_loss),
+        ("warmup.loss", cfg.warmup.loss),
+    ):
+        if value == "k1":
+            raise ConfigError(f"{key}=k1 has a gradient that does not depend on the target: use k2 or k3")
     if opd.response_stream_weight == 0 and opd.rejected_stream_weight == 0:
         raise ConfigError("opd.response_stream_weight=0 and opd.rejected_stream_weight=0 leave nothing to train on: raise one of them")
 

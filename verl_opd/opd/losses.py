@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from verl_opd.opd.metrics import StepMetrics
-from verl_opd.opd.names import CONVENTIONS, REJECTED_LOSSES, RESPONSE_LOSSES
+from verl_opd.opd.names import CONVENTIONS, ESTIMATORS, REJECTED_LOSSES, RESPONSE_LOSSES
 from verl_opd.opd.plan import BlockPlan
 
 
@@ -39,6 +39,15 @@ class LossSpec:
                 raise ValueError(f"{name}={getattr(self, name)!r} is none of {', '.join(choices)}")
 
 
+SingleToken = Callable[[Tensor, Tensor, float | None], Tensor]
+FullVocabulary = Callable[[Tensor, Tensor], Tensor]
+
+
+def _bounded(student: Tensor, teacher: Tensor, min_clamp: float | None) -> tuple[Tensor, Tensor]:
+    s, t = student.float(), teacher.float()
+    return (s, t) if min_clamp is None else (s.clamp(min=min_clamp), t.clamp(min=min_clamp))
+
+
 def bernoulli_forward_kl(student: Tensor, teacher: Tensor, min_clamp: float | None = None) -> Tensor:
     """KL between the two-outcome distributions {this token, anything else} of teacher and student, from log-probs [M].
 
@@ -51,20 +60,78 @@ def bernoulli_forward_kl(student: Tensor, teacher: Tensor, min_clamp: float | No
     return t.exp() * (t - s) + miss_t * (miss_t.log() - miss_s.log())
 
 
+def k1(student: Tensor, teacher: Tensor, min_clamp: float | None = None) -> Tensor:
+    """s - t [M]. Its gradient does not know the target, so it is for the policy-gradient form only."""
+    s, t = _bounded(student, teacher, min_clamp)
+    return s - t
+
+
+def k2(student: Tensor, teacher: Tensor, min_clamp: float | None = None) -> Tensor:
+    """(s - t)^2 / 2 [M]."""
+    s, t = _bounded(student, teacher, min_clamp)
+    return 0.5 * (s - t).square()
+
+
 def k3(student: Tensor, teacher: Tensor, min_clamp: float | None = None) -> Tensor:
     """Estimator of the reverse KL on one token, from log-probs [M]: exp(d) - d - 1 with d = clamp(t - s, -20, 20), clamped to [-10, 10]."""
-    s, t = student.float(), teacher.float()
-    if min_clamp is not None:
-        s, t = s.clamp(min=min_clamp), t.clamp(min=min_clamp)
+    s, t = _bounded(student, teacher, min_clamp)
     d = (t - s).clamp(-20.0, 20.0)
     return (torch.expm1(d) - d).clamp(-10.0, 10.0)
 
 
+def absolute(student: Tensor, teacher: Tensor, min_clamp: float | None = None) -> Tensor:
+    """|s - t| [M]."""
+    s, t = _bounded(student, teacher, min_clamp)
+    return (s - t).abs()
+
+
+SINGLE_TOKEN: dict[str, SingleToken] = {"forward_kl": bernoulli_forward_kl, "k1": k1, "k2": k2, "k3": k3, "abs": absolute}
+
+
+def _log_probs(student_logits: Tensor, teacher_logits: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.log_softmax(student_logits.float(), dim=-1), torch.log_softmax(teacher_logits.float(), dim=-1)
+
+
 def full_forward_kl(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
     """KL(target || draft) over the whole vocabulary, from finite logits [M, V] -> [M]; callers may chunk M."""
-    log_q = torch.log_softmax(student_logits.float(), dim=-1)
-    log_p = torch.log_softmax(teacher_logits.float(), dim=-1)
+    log_q, log_p = _log_probs(student_logits, teacher_logits)
     return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def total_variation(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
+    """1/2 sum |p - q| [M]: the probability that a sampled proposal is refused (lossless acceptance is 1 - TV)."""
+    log_q, log_p = _log_probs(student_logits, teacher_logits)
+    return 0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1)
+
+
+def acceptance(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
+    """sum min(p, q) [M], the acceptance probability alpha of LK losses (arXiv 2602.23881)."""
+    log_q, log_p = _log_probs(student_logits, teacher_logits)
+    return torch.minimum(log_p.exp(), log_q.exp()).sum(-1)
+
+
+def lk_alpha(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
+    """-log alpha [M]; 0, without gradient, where alpha is 0."""
+    alpha = acceptance(student_logits, teacher_logits)
+    return torch.where(alpha > 0, -alpha.clamp(min=torch.finfo(torch.float32).tiny).log(), 0.0)
+
+
+def lk_lambda(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
+    """w KL(p || q) + (1 - w)(1 - alpha) [M] with w = exp(-3 alpha), held constant: divergence while proposals fail, acceptance once they hold.
+
+    w follows each token's own alpha. The paper takes the mean alpha of a batch, which would make the result depend on how a batch is split.
+    """
+    alpha = acceptance(student_logits, teacher_logits)
+    weight = torch.exp(-3.0 * alpha.detach())
+    return weight * full_forward_kl(student_logits, teacher_logits) + (1 - weight) * (1 - alpha)
+
+
+FULL_VOCABULARY: dict[str, FullVocabulary] = {
+    "full_forward_kl": full_forward_kl,
+    "tv": total_variation,
+    "lk_alpha": lk_alpha,
+    "lk_lambda": lk_lambda,
+}
 
 
 def position_weights(offsets: Tensor, decay: float) -> Tensor:
@@ -132,14 +199,17 @@ def loss_metrics(response_values: Tensor, refused_values: Tensor, part: Tensor, 
         metrics.add_mean(prefix + "abs_loss", float(response.abs().sum()), response.numel())
         clamped = clamp_values(response, spec.loss_max_clamp)
         metrics.add_mean(prefix + "non_rejected_token_loss", float(clamped.sum()), response.numel())
-        if spec.response_loss != "cross_entropy":
+        if spec.response_loss in ("forward_kl", "full_forward_kl"):
             metrics.add_mean(prefix + "forward_kl_loss", float(response.sum()), response.numel())
+        if spec.response_loss in ESTIMATORS:
+            metrics.add_mean(prefix + "reverse_kl_loss", float(response.sum()), response.numel())
         if spec.loss_max_clamp is not None:
             metrics.add_mean(prefix + "loss_clamp_fraction", float((response.abs() >= spec.loss_max_clamp).sum()), response.numel())
     if refused.numel():
         clamped = clamp_values(refused, spec.loss_max_clamp)
         metrics.add_mean(prefix + "rejected_draft_loss", float(clamped.sum()), refused.numel())
-        metrics.add_mean(prefix + "rejected_draft_reverse_kl_loss", float(refused.sum()), refused.numel())
+        direction = "reverse" if spec.rejected_loss in ESTIMATORS else "forward"
+        metrics.add_mean(f"{prefix}rejected_draft_{direction}_kl_loss", float(refused.sum()), refused.numel())
         metrics.add_sum(prefix + "rejected_draft_token_count", refused.numel())
         if spec.loss_max_clamp is not None:
             share = float((refused.abs() >= spec.loss_max_clamp).sum())

@@ -1,6 +1,8 @@
 """Names that configuration and maths share, without importing either."""
 
-RESPONSE_LOSSES = ("forward_kl", "full_forward_kl", "cross_entropy")
-REJECTED_LOSSES = ("k3",)
+ESTIMATORS = ("k1", "k2", "k3", "abs")  # of the reverse KL, on the one token that was recorded
+FULL_VOCABULARY_LOSSES = ("full_forward_kl", "tv", "lk_alpha", "lk_lambda")
+RESPONSE_LOSSES = ("forward_kl", "cross_entropy", *FULL_VOCABULARY_LOSSES, *ESTIMATORS)
+REJECTED_LOSSES = ("forward_kl", *ESTIMATORS)
 CONVENTIONS = ("exact", "draft_opd")
 RESPONSE_SPANS = ("segment", "block")

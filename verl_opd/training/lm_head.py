@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -81,31 +82,36 @@ def slot_logprobs(rows: Tensor, weight: Tensor, index: Tensor, labels: Tensor, c
     return values
 
 
-class _RowKL(torch.autograd.Function):
-    """KL(target || draft) per row. Its gradient in the draft's logits is q - p, carried to the hidden row already in forward."""
+class _RowDivergence(torch.autograd.Function):
+    """A divergence per row. Its gradient in the draft's logits is carried to the hidden row already in forward, chunk by chunk."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, teacher_rows: Tensor, weight: Tensor, chunk: int) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, teacher_rows: Tensor, weight: Tensor, divergence: Callable[[Tensor, Tensor], Tensor], chunk: int
+    ) -> Tensor:
         values = torch.empty(rows.shape[0], dtype=torch.float32, device=rows.device)
         slope = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
         for start in range(0, rows.shape[0], chunk):
             stop = start + chunk
-            log_q = torch.log_softmax(_logits(rows[start:stop], weight), 1)
-            log_p = torch.log_softmax(_logits(teacher_rows[start:stop], weight), 1)
-            p = log_p.exp()
-            values[start:stop] = (p * (log_p - log_q)).sum(1)
-            slope[start:stop] = (log_q.exp_().sub_(p).to(weight.dtype) @ weight).float()
+            with torch.enable_grad():
+                logits = _logits(rows[start:stop], weight).requires_grad_()
+                part = divergence(logits, _logits(teacher_rows[start:stop], weight))
+                (gradient,) = torch.autograd.grad(part.sum(), logits)
+            values[start:stop] = part.detach()
+            slope[start:stop] = (gradient.to(weight.dtype) @ weight).float()
         ctx.save_for_backward(slope)
         ctx.dtype = rows.dtype
         return values
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
         (slope,) = ctx.saved_tensors
-        return (slope * grad.float().unsqueeze(1)).to(ctx.dtype), None, None, None
+        return (slope * grad.float().unsqueeze(1)).to(ctx.dtype), None, None, None, None
 
 
-def row_forward_kl(rows: Tensor, teacher_rows: Tensor, weight: Tensor, chunk: int) -> Tensor:
-    """KL(target || draft) over the full vocabulary [M] float32, for hidden rows [M, h] of draft and target; gradient into `rows` only."""
-    values: Tensor = _RowKL.apply(rows, teacher_rows, weight, chunk)  # type: ignore[no-untyped-call]
+def row_divergence(
+    rows: Tensor, teacher_rows: Tensor, weight: Tensor, divergence: Callable[[Tensor, Tensor], Tensor], chunk: int
+) -> Tensor:
+    """divergence(draft logits [m, V], target logits [m, V]) -> [m] for hidden rows [M, h] of both: [M] float32, gradient into `rows` only."""
+    values: Tensor = _RowDivergence.apply(rows, teacher_rows, weight, divergence, chunk)  # type: ignore[no-untyped-call]
     return values

@@ -20,14 +20,14 @@ from verl_opd.config.schema import Config
 from verl_opd.drafts import get_family
 from verl_opd.drafts.snapshot import DraftSnapshot, checksum
 from verl_opd.opd.layout import Layout, build_layout, split_micro_batches
-from verl_opd.opd.losses import LossSpec, StreamTotals, bernoulli_forward_kl, combine, k3, loss_metrics
+from verl_opd.opd.losses import FULL_VOCABULARY, SINGLE_TOKEN, LossSpec, StreamTotals, combine, loss_metrics
 from verl_opd.opd.metrics import StepMetrics
 from verl_opd.opd.plan import BlockPlan, TrainItem
 from verl_opd.opd.replay_check import replay_metrics
 from verl_opd.targets.base import TargetBackend, TargetFeatures
 from verl_opd.targets.cache import CachedTarget
 from verl_opd.targets.hf import HFTarget
-from verl_opd.training.lm_head import label_gaps, label_logprobs, row_forward_kl, slot_logprobs
+from verl_opd.training.lm_head import label_gaps, label_logprobs, row_divergence, slot_logprobs
 from verl_opd.training.optim import build_optimizer
 from verl_opd.training.state import load_distributed, save_distributed
 
@@ -121,11 +121,12 @@ class DraftTrainer:
         target_row = layout.response.sample * layout.input_ids.shape[1] + layout.response.target_row
         target_hidden = features.last_hidden.flatten(0, 1)
         clamp = spec.log_prob_min_clamp
-        if spec.response_loss == "full_forward_kl":
-            response = row_forward_kl(hidden[row_r], target_hidden[target_row], head, chunk)
+        refused_value = SINGLE_TOKEN[spec.rejected_loss]
+        if spec.response_loss in FULL_VOCABULARY:
+            response = row_divergence(hidden[row_r], target_hidden[target_row], head, FULL_VOCABULARY[spec.response_loss], chunk)
             used, index = torch.unique(row_j, return_inverse=True)
             refused_s = slot_logprobs(hidden[used], head, index, layout.refused.token, chunk)
-            return response, k3(refused_s, layout.refused.teacher_logprob, clamp)
+            return response, refused_value(refused_s, layout.refused.teacher_logprob, clamp)
         rows = torch.cat((row_r, row_j))
         used, index = torch.unique(rows, return_inverse=True)
         labels = torch.cat((layout.response.token, layout.refused.token))
@@ -137,8 +138,8 @@ class DraftTrainer:
             scored, index = torch.unique(target_row, return_inverse=True)  # blocks may overlap; a row's label is always the next token
             labels = layout.input_ids.flatten()[scored + 1]
             teacher = label_logprobs(target_hidden[scored], head, labels, chunk)[index]
-            response = bernoulli_forward_kl(student_r, teacher, clamp)
-        return response, k3(student_j, layout.refused.teacher_logprob, clamp)
+            response = SINGLE_TOKEN[spec.response_loss](student_r, teacher, clamp)
+        return response, refused_value(student_j, layout.refused.teacher_logprob, clamp)
 
     def _replay_check(self, layout: Layout, hidden: Tensor) -> StepMetrics:
         """Replayed choices against the engine's proposals, on an even share of the micro-batch's drafted slots."""
