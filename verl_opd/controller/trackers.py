@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 from verl_opd.errors import ConfigError
 
+_STEP = "training/global_step"
+
 
 class Tracker(Protocol):
     def log(self, step: int, metrics: dict[str, float]) -> None: ...
@@ -60,9 +62,11 @@ class WandbTracker:
         if not id_file.exists():
             id_file.write_text(secrets.token_hex(4))
         self._run = wandb.init(project=project, name=name, id=id_file.read_text(), resume="allow", dir=str(run_dir), config=config)
+        # wandb's own step only grows: a validation of a step already logged would be dropped, and so would what a resumed run repeats
+        self._run.define_metric("*", step_metric=_STEP)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        self._run.log(metrics, step=step, commit=True)
+        self._run.log({_STEP: step, **metrics})
 
     def close(self) -> None:
         self._run.finish()
