@@ -84,6 +84,7 @@ def make_layout(lengths: list[int], anchors: list[list[int]], block: int = 4) ->
         lengths=torch.tensor(lengths),
         anchors=torch.tensor([row + [0] * (blocks - len(row)) for row in anchors]),
         block_keep=torch.tensor([[i < len(row) for i in range(blocks)] for row in anchors]),
+        block_tokens=torch.zeros(len(lengths), blocks, block, dtype=torch.long),
         block_size=block,
         response=stream,
         refused=stream,

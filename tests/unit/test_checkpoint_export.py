@@ -22,7 +22,7 @@ from verl_opd.training.export import export_checkpoint, serve_command, serve_lin
 def save(run: Path, step: int, std: float = 0.2) -> Path:
     store = CheckpointStore(run, keep_last=3)
     get_family("dflash").save_pretrained(build_draft(draft_config(), std).state_dict(), draft_config(), store.begin(step) / "draft")
-    return store.commit(step, {"identity": {"family": "dflash", "target": "/models/some target"}})
+    return store.commit(step, {"identity": {"family": "dflash", "target": "/models/some target", "num_speculative_tokens": 3}})
 
 
 def content(directory: Path) -> dict[str, bytes]:
@@ -108,7 +108,7 @@ def test_a_draft_that_does_not_fit_its_config_is_not_handed_over(tmp_path: Path,
 
 
 def test_the_serve_line_survives_a_shell() -> None:
-    words = shlex.split(serve_command("/models/a b", "/drafts/it's", 7))
+    words = shlex.split(serve_command("/models/a b", "/drafts/it's", 7, "dflash"))
     assert words[:4] == ["vllm", "serve", "/models/a b", "--speculative-config"]
     assert json.loads(words[4]) == {"method": "dflash", "model": "/drafts/it's", "num_speculative_tokens": 7}
 
@@ -116,5 +116,5 @@ def test_the_serve_line_survives_a_shell() -> None:
 def test_the_serve_line_of_an_export_uses_the_whole_block(tmp_path: Path) -> None:
     checkpoint = save(tmp_path / "run", 1)
     out = export_checkpoint(checkpoint, tmp_path / "out")
-    expected = serve_command("/models/some target", str(out), 3)  # blocks of 4: one anchor, three proposals
+    expected = serve_command("/models/some target", str(out), 3, "dflash")  # blocks of 4: one anchor, three proposals
     assert serve_line(checkpoint, out) == expected

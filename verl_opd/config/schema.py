@@ -154,6 +154,7 @@ class TrainerConfig:
     total_epochs: int = 1
     update_accumulation_steps: int = 1  # rollout steps per optimiser step
     updates_per_step: int = 1  # optimiser steps a rollout batch is split into (mini-batches)
+    update_epochs: int = 1  # passes over each rollout batch; the second and later ones learn from slightly older drafts' states
     warmup_steps: int = 0  # rollout steps of whole-block warm-up before OPD starts
     test_freq: int = -1  # validate every N OPD steps; -1 = only before / after warm-up / after OPD
     val_before_train: bool = True

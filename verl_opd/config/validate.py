@@ -56,6 +56,7 @@ _AT_LEAST_1 = [
     "trainer.total_epochs",
     "trainer.update_accumulation_steps",
     "trainer.updates_per_step",
+    "trainer.update_epochs",
     "trainer.keep_last",
     "ray.num_cpus",
 ]

@@ -20,7 +20,7 @@ from verl_opd.data.loader import PromptLoader
 from verl_opd.errors import ReplayError
 from verl_opd.opd.losses import LossSpec, stream_totals
 from verl_opd.opd.metrics import StepMetrics, reduce_metrics
-from verl_opd.opd.plan import BlockPlan, TrainItem, item_rng, plan_counts, plan_opd, plan_warmup
+from verl_opd.opd.plan import BlockPlan, TrainItem, item_rng, plan_counts, plan_opd, plan_warmup, restrict_labels
 from verl_opd.opd.replay_check import diagnose
 from verl_opd.opd.trace import RolloutSample
 from verl_opd.training.checkpoint import CheckpointStore, checkpoint_bytes
@@ -63,6 +63,16 @@ def due(every: int, step: int, rollouts: int) -> bool:
     return every > 0 and step // every > (step - rollouts) // every
 
 
+def mini_batches(count: int, parts: int, epochs: int, seed: int, step: int) -> list[list[int]]:
+    """Indices of `count` samples in at most `parts` mini-batches per pass: in turn the first time, shuffled (by seed and step) afterwards."""
+    parts = min(parts, count)
+    batches: list[list[int]] = []
+    for epoch in range(epochs):
+        order = item_rng(seed, step, f"epoch {epoch}").permutation(count).tolist() if epoch else list(range(count))
+        batches.extend(order[part::parts] for part in range(parts))
+    return batches
+
+
 def mean_tau(results: Sequence[BenchmarkResult]) -> float | None:
     """What `best` is chosen by: tau averaged over the benchmarks that drafted at all."""
     taus = [result.tau for result in results if result.tau is not None]
@@ -87,6 +97,7 @@ class Loop:
     progress: Progress
     identity: dict[str, Any]
     facts: dict[str, object]  # what a diagnosis should show: layer ids, mask token and the like, as configured
+    proposable: frozenset[int] | None = None  # tokens of a draft vocabulary that is not the target's; labels outside it teach nothing
     clock: Stopwatch = field(default_factory=Stopwatch)
     queue: list[RolloutSample] = field(default_factory=list)
     saved: tuple[int, int] | None = None  # global step and number of validated stages of the newest checkpoint
@@ -140,11 +151,14 @@ class Loop:
         chosen = item_rng(seed, update, "pool").choice(len(pool), size=count, replace=False)
         samples = [pool[i] for i in sorted(chosen)]
         plans = [
-            plan_warmup(
-                sample,
-                block_size=self.block_size,
-                anchors_per_sample=warmup.anchors_per_sample,
-                rng=item_rng(seed, update, sample.sample_id),
+            restrict_labels(
+                plan_warmup(
+                    sample,
+                    block_size=self.block_size,
+                    anchors_per_sample=warmup.anchors_per_sample,
+                    rng=item_rng(seed, update, sample.sample_id),
+                ),
+                self.proposable,
             )
             for sample in samples
         ]
@@ -177,34 +191,36 @@ class Loop:
             collected, rollouts = [], 0
 
     def _opd_updates(self) -> list[StepMetrics]:
-        """The queued samples, in `updates_per_step` mini-batches of one optimiser step each."""
-        trainer, opd = self.cfg.trainer, self.cfg.opd
-        plans = [
-            plan_opd(
-                sample,
-                block_size=self.block_size,
-                convention=opd.convention,
-                response_span=opd.response_span,
-                response_anchor_stride=opd.response_anchor_stride,
-                max_response_anchors=opd.max_response_anchors,
-                random_anchor_seed=trainer.seed if opd.random_anchors else None,
-                rejected_first_only=opd.rejected_first_only,
-                max_rejected_tokens=opd.max_rejected_tokens,
-            )
-            for sample in self.queue
-        ]
-        parts = min(trainer.updates_per_step, len(self.queue))
-        per_step = trainer.updates_per_step
+        """The queued samples, `update_epochs` times, in `updates_per_step` mini-batches of one optimiser step each."""
+        trainer = self.cfg.trainer
+        plans = [self._opd_plan(sample) for sample in self.queue]
+        per_step = trainer.updates_per_step * trainer.update_epochs
         total = math.ceil(self.total_steps / trainer.update_accumulation_steps) * per_step
         first = (math.ceil(self.progress.opd_step / trainer.update_accumulation_steps) - 1) * per_step
-        metrics = []
-        for index in range(parts):
+        batches = mini_batches(len(plans), trainer.updates_per_step, trainer.update_epochs, trainer.seed, self.progress.opd_step)
+        metrics: list[StepMetrics] = []
+        for index, batch in enumerate(batches):
             lr = lr_at(first + index, total, self.cfg.optim)
             check = index == 0 and self._replay_check_due()
-            metrics.extend(self._update(self.queue[index::parts], plans[index::parts], opd_loss_spec(self.cfg), lr, check))
+            metrics.extend(self._update([self.queue[i] for i in batch], [plans[i] for i in batch], opd_loss_spec(self.cfg), lr, check))
             if check:
                 self._judge_replay(metrics)
         return metrics
+
+    def _opd_plan(self, sample: RolloutSample) -> BlockPlan:
+        opd = self.cfg.opd
+        plan = plan_opd(
+            sample,
+            block_size=self.block_size,
+            convention=opd.convention,
+            response_span=opd.response_span,
+            response_anchor_stride=opd.response_anchor_stride,
+            max_response_anchors=opd.max_response_anchors,
+            random_anchor_seed=self.cfg.trainer.seed if opd.random_anchors else None,
+            rejected_first_only=opd.rejected_first_only,
+            max_rejected_tokens=opd.max_rejected_tokens,
+        )
+        return restrict_labels(plan, self.proposable)
 
     def _replay_check_due(self) -> bool:
         """Replayed slots say something only under the weights, and in the block, that the engine drafted with."""

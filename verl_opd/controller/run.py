@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from verl_opd.config.load import to_yaml
 from verl_opd.config.schema import Config
 from verl_opd.controller.console import Console
@@ -28,7 +30,9 @@ from verl_opd.data.loader import PromptLoader
 from verl_opd.data.prompts import DataReport, Prompt, load_prompts
 from verl_opd.devices import Device, resolve_device
 from verl_opd.drafts import get_family
+from verl_opd.drafts.base import Vocabulary
 from verl_opd.drafts.files import local_directory
+from verl_opd.drafts.snapshot import checksum
 from verl_opd.errors import ConfigError
 from verl_opd.rollout.server import EngineSettings
 from verl_opd.targets.hf import check_target_supported
@@ -46,6 +50,13 @@ class Plan:
     train: list[Prompt]
     train_report: DataReport
     benchmarks: dict[str, list[Prompt]]
+    vocabulary: Vocabulary | None
+
+    @property
+    def token_map(self) -> str | None:
+        if self.vocabulary is None:
+            return None
+        return checksum({"d2t": self.vocabulary.token_ids - torch.arange(len(self.vocabulary.token_ids))})
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -56,6 +67,7 @@ class Plan:
             "family": self.cfg.draft.family,
             "draft_config": digest,
             "vocab_size": self.draft_config["vocab_size"],
+            "num_speculative_tokens": self.cfg.rollout.num_speculative_tokens,
             "template": self.cfg.data.apply_chat_template_kwargs,
         }
 
@@ -67,7 +79,7 @@ class Plan:
             "family": family.name,
             "target_layer_ids": family.layer_ids(config),
             "mask_token_id": family.mask_token_id(config),
-            "block_size": family.block_size(config),
+            "block_size": family.block_size(config, self.cfg.rollout.num_speculative_tokens),
             "num_speculative_tokens": self.cfg.rollout.num_speculative_tokens,
             "convention": self.cfg.opd.convention,
             "template": self.cfg.data.apply_chat_template_kwargs or "defaults",
@@ -90,14 +102,15 @@ def prepare(cfg: Config) -> Plan:
     family, tokens = get_family(cfg.draft.family), cfg.rollout.num_speculative_tokens
     if cfg.draft.path is not None:
         cfg.draft.path = local_directory(cfg.draft.path)
-        draft_config = family.load_config(cfg.draft.path)
+        draft_config = family.load_config(cfg.draft.path, target_config)
     else:
         draft_config = family.derive_config(target_config, cfg.draft, tokens)
     family.check(draft_config, target_config, tokens, cfg.draft.allow_block_size_mismatch)
-    if cfg.draft.path is None:
+    mask = family.mask_token_id(draft_config)
+    if cfg.draft.path is None and mask is not None:
         eos = target_config.eos_token_id
         eos_ids = eos if isinstance(eos, list) else [eos]
-        check_mask_token(family.mask_token_id(draft_config), tokenizer, target_config.vocab_size, [i for i in eos_ids if i is not None])
+        check_mask_token(mask, tokenizer, target_config.vocab_size, [i for i in eos_ids if i is not None])
 
     data = cfg.data
     load = partial(
@@ -109,7 +122,8 @@ def prepare(cfg: Config) -> Plan:
     )
     train, report = load(data.train_files, max_samples=data.max_samples)
     benchmarks = {name: load([path], max_samples=data.val_max_samples)[0] for name, path in data.val_files.items()}
-    return Plan(cfg, device, draft_config, train, report, benchmarks)
+    vocabulary = family.vocabulary(draft_config, cfg.draft.path)
+    return Plan(cfg, device, draft_config, train, report, benchmarks, vocabulary)
 
 
 def engine_settings(plan: Plan, placement: Placement, draft_path: Path, logs: Path) -> list[EngineSettings]:
@@ -127,6 +141,8 @@ def engine_settings(plan: Plan, placement: Placement, draft_path: Path, logs: Pa
             num_speculative_tokens=rollout.num_speculative_tokens,
             target_layer_ids=tuple(family.layer_ids(plan.draft_config)),
             mask_token_id=family.mask_token_id(plan.draft_config),
+            engine_names=family.engine_names,
+            token_map=plan.token_map,
             max_model_len=length,
             max_num_seqs=rollout.max_num_seqs,
             gpu_memory_utilization=rollout.gpu_memory_utilization,
@@ -198,7 +214,7 @@ def train(cfg: Config, argv: list[str]) -> None:
     try:
         with running(plan, run, console, checkpoint) as (placement, trainers, fleet):
             snapshots = SnapshotWriter(run.root, len({slot.node_ip for slot in placement.slots}))
-            block_size = get_family(cfg.draft.family).block_size(plan.draft_config)
+            block_size = get_family(cfg.draft.family).block_size(plan.draft_config, cfg.rollout.num_speculative_tokens)
             loop = Loop(
                 cfg,
                 block_size,
@@ -214,6 +230,7 @@ def train(cfg: Config, argv: list[str]) -> None:
                 progress,
                 plan.identity,
                 plan.facts,
+                None if plan.vocabulary is None else frozenset(plan.vocabulary.token_ids.tolist()),
             )
             try:
                 loop.run()
@@ -245,7 +262,7 @@ def _headline(plan: Plan, run: RunDir, steps: int, checkpoint: Path | None) -> s
     start = f"resuming from {checkpoint}" if checkpoint else f"starting from {cfg.draft.path or 'random draft weights'}"
     return (
         f"target {cfg.target.path}\ndraft  {cfg.draft.family}, {plan.draft_config['num_hidden_layers']} layers, "
-        f"block {get_family(cfg.draft.family).block_size(plan.draft_config)}, K={cfg.rollout.num_speculative_tokens}; {start}\n"
+        f"block {plan.facts['block_size']}, K={cfg.rollout.num_speculative_tokens}; {start}\n"
         f"data   {len(plan.train)} prompts ({report}); {sum(map(len, plan.benchmarks.values()))} held out\n"
         f"plan   {cfg.trainer.warmup_steps} warm-up + {steps} OPD steps of {cfg.data.train_batch_size} prompts, "
         f"{cfg.trainer.n_student_workers} student worker(s) on {plan.device.name}\nrun    {run.root}\npython {sys.version.split()[0]}"

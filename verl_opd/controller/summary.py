@@ -12,6 +12,7 @@ from verl_opd.controller.metrics import BenchmarkResult
 from verl_opd.controller.progress import Progress
 from verl_opd.controller.rundir import write_atomic
 from verl_opd.controller.timing import WORKING, Stopwatch
+from verl_opd.drafts import get_family
 from verl_opd.training.export import serve_command
 
 
@@ -26,7 +27,7 @@ def write_summary(run_dir: Path, cfg: Config, progress: Progress, clock: Stopwat
         "idle_share": round(max(0.0, 1 - busy / clock.elapsed), 4),
         "weight_sync": {"version": progress.sync.version, "seconds": round(progress.sync.seconds, 4), "bytes": progress.sync.bytes},
         "export": str(draft),
-        "serve": serve_command(cfg.target.path, str(draft), cfg.rollout.num_speculative_tokens),
+        "serve": serve_command(cfg.target.path, str(draft), cfg.rollout.num_speculative_tokens, get_family(cfg.draft.family).engine_method),
     }
     write_atomic(run_dir / "summary.json", json.dumps(summary, indent=2))
 

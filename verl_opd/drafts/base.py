@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
@@ -13,18 +15,41 @@ from verl_opd.config.schema import DraftConfig
 from verl_opd.opd.layout import Layout
 
 
+@dataclass(frozen=True)
+class Vocabulary:
+    """A draft vocabulary of Vd < V tokens. token_ids [Vd] int64, ascending: target id of every draft id."""
+
+    token_ids: Tensor
+
+    def draft_ids(self, size: int) -> Tensor:
+        """[size] int64: draft id of every target id, -1 where there is none."""
+        index = torch.full((size,), -1, dtype=torch.long, device=self.token_ids.device)
+        index[self.token_ids] = torch.arange(len(self.token_ids), device=self.token_ids.device)
+        return index
+
+
+@dataclass(frozen=True)
+class OwnHead:
+    """A trainable LM head: weight [Vd, h]; vocabulary None when Vd is the target's whole vocabulary."""
+
+    weight: Tensor
+    vocabulary: Vocabulary | None
+
+
 class DraftFamily(Protocol):
-    """name: value of draft.family. engine_method: vLLM's speculative_config["method"]."""
+    """name: value of draft.family. engine_method: vLLM's speculative_config["method"]. engine_names: (prefix of a parameter in vLLM's draft
+    module, after its leading "model.", public prefix) where the two differ."""
 
     name: str
     engine_method: str
+    engine_names: tuple[tuple[str, str], ...]
 
     def derive_config(self, target: PretrainedConfig, draft: DraftConfig, num_speculative_tokens: int) -> dict[str, Any]:
         """config.json of a new draft for `target`."""
         ...
 
-    def load_config(self, path: str) -> dict[str, Any]:
-        """config.json of the draft directory `path`."""
+    def load_config(self, path: str, target: PretrainedConfig | None = None) -> dict[str, Any]:
+        """config.json of the draft directory `path`; with `target`, what a public file leaves to it is written down."""
         ...
 
     def check(
@@ -35,9 +60,13 @@ class DraftFamily(Protocol):
 
     def layer_ids(self, config: Mapping[str, Any]) -> list[int]: ...
 
-    def mask_token_id(self, config: Mapping[str, Any]) -> int: ...
+    def mask_token_id(self, config: Mapping[str, Any]) -> int | None:
+        """The token that fills slots still to be predicted; None for a family that drafts one token after the other."""
+        ...
 
-    def block_size(self, config: Mapping[str, Any]) -> int: ...
+    def block_size(self, config: Mapping[str, Any], num_speculative_tokens: int) -> int:
+        """B: the anchor and the proposals of one block."""
+        ...
 
     def build(self, config: Mapping[str, Any], *, seed: int, init_std: float) -> nn.Module:
         """The draft with random float32 weights; its state_dict names are the public checkpoint names."""
@@ -51,12 +80,24 @@ class DraftFamily(Protocol):
         """Sub-modules that FSDP2 shards one by one, before the root."""
         ...
 
-    def replay(self, draft: nn.Module, features: Tensor, slot_embeds: Tensor, layout: Layout) -> Tensor:
+    def inputs(self, config: Mapping[str, Any], embed: Callable[[Tensor], Tensor], layout: Layout) -> Any:
+        """What `replay` needs of the frozen target's embedding: `embed` maps token ids [...] to embeddings [..., h]."""
+        ...
+
+    def replay(self, draft: nn.Module, features: Tensor, inputs: Any, layout: Layout) -> Tensor:
         """Training forward: every block of the micro-batch as the engine drafted it.
 
-        features [b, C, n*h]: concatenated target layer outputs of the first C >= layout.context_len positions; slot_embeds [b, N, B, h]: target
-        embeddings of anchor and mask tokens. Returns draft hidden states [b, N*B, h], ready for the target's LM head.
+        features [b, C, n*h]: concatenated target layer outputs of the first C >= layout.context_len positions; inputs: as `inputs` gave them.
+        Returns draft hidden states [b, N*B, h], ready for the LM head; slot 0 of a block, its anchor, predicts nothing.
         """
+        ...
+
+    def own_head(self, draft: nn.Module) -> OwnHead | None:
+        """The draft's own LM head; None where it borrows the target's. Under FSDP only after `replay`, while the root's weights are whole."""
+        ...
+
+    def vocabulary(self, config: Mapping[str, Any], path: str | None) -> Vocabulary | None:
+        """The part of the target's vocabulary that the draft at `path` can propose; None for all of it."""
         ...
 
     def save_pretrained(self, state: Mapping[str, Tensor], config: Mapping[str, Any], path: Path) -> None:

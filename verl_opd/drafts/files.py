@@ -41,6 +41,21 @@ def read_config(path: str) -> dict[str, Any]:
     return config
 
 
+def rope_settings(config: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """rope_type, rope_theta and whatever else is set, from either spelling; ConfigError when theta is missing.
+
+    Engines read the file through transformers, which fills in 10000 without a word: a draft trained with another base then accepts little.
+    """
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    theta = rope.pop("rope_theta", config.get("rope_theta"))
+    if theta is None:
+        raise ConfigError(
+            f"the {what}'s config.json has no rope_theta: add the value it was trained with, a guess silently lowers acceptance"
+        )
+    legacy = rope.pop("type", "default")
+    return {"rope_theta": float(theta), "rope_type": rope.pop("rope_type", legacy), "extra": rope}
+
+
 def read_weights(path: str) -> dict[str, Tensor]:
     """All tensors of a draft directory, on the CPU."""
     files = sorted(Path(path).glob("*.safetensors"))
@@ -72,12 +87,17 @@ def shapes_of(path: Path) -> dict[str, tuple[int, ...]]:
         return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (not a dict)
 
 
+def narrow(tensor: Tensor) -> Tensor:
+    """Weights in bf16; token maps and masks as they are."""
+    return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+
+
 def write_draft(state: Mapping[str, Tensor], config: Mapping[str, Any], path: Path) -> None:
     """Write config.json and bf16 weights to the directory `path`, through a temporary neighbour and a rename."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
     try:
-        tensors = {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in state.items()}
+        tensors = {name: narrow(tensor.detach()).cpu().contiguous() for name, tensor in state.items()}
         save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
         (temporary / CONFIG).write_text(json.dumps(dict(config), indent=2) + "\n")
         temporary.chmod(0o755)

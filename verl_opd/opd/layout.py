@@ -46,13 +46,15 @@ class Layout:
     """A padded micro-batch of b samples.
 
     input_ids [b, S] int64 right-padded with 0; lengths [b] int64; anchors [b, N] int64 full-sequence indices (0 where padded);
-    block_keep [b, N] bool; block_size B.
+    block_keep [b, N] bool; block_size B. block_tokens [b, N, B] int64: the anchor token and the tokens that followed it while drafting: the
+    engine's proposals, in a block that no engine drafted the response's own tokens (0 beyond its end).
     """
 
     input_ids: Tensor
     lengths: Tensor
     anchors: Tensor
     block_keep: Tensor
+    block_tokens: Tensor
     block_size: int
     response: Stream
     refused: Stream
@@ -74,16 +76,20 @@ def build_layout(items: Sequence[TrainItem], device: torch.device | str = "cpu")
     input_ids = torch.zeros(len(items), max(lengths), dtype=torch.long)
     anchors = torch.zeros(len(items), blocks, dtype=torch.long)
     keep = torch.zeros(len(items), blocks, dtype=torch.bool)
+    tokens = torch.zeros(len(items), blocks, max(sizes), dtype=torch.long)
     for row, item in enumerate(items):
         input_ids[row, : lengths[row]] = torch.tensor(item.prompt_ids + item.response_ids)
         count = len(item.plan.anchors)
         anchors[row, :count] = torch.tensor([_checked_anchor(item, anchor) for anchor in item.plan.anchors], dtype=torch.long)
         keep[row, :count] = True
+        for block, known in enumerate(_block_tokens(item)):
+            tokens[row, block, : len(known)] = torch.tensor(known)
     return Layout(
         input_ids=input_ids.to(device),
         lengths=torch.tensor(lengths, device=device),
         anchors=anchors.to(device),
         block_keep=keep.to(device),
+        block_tokens=tokens.to(device),
         block_size=sizes.pop(),
         response=_response_stream(items, device),
         refused=_refused_stream(items, device),
@@ -105,6 +111,16 @@ def _checked_anchor(item: TrainItem, anchor: int) -> int:
     if not 0 <= full < _length(item) - 1:
         raise ValueError(f"sample {item.sample_id}: nothing follows anchor {anchor} in a response of {len(item.response_ids)} tokens")
     return full
+
+
+def _block_tokens(item: TrainItem) -> list[tuple[int, ...]]:
+    ids, size = item.prompt_ids + item.response_ids, item.plan.block_size
+    drafted = item.plan.drafted or ((),) * len(item.plan.anchors)
+    blocks = []
+    for anchor, proposals in zip(item.plan.anchors, drafted, strict=True):
+        full = full_anchor(len(item.prompt_ids), anchor)
+        blocks.append((ids[full], *proposals)[:size] if proposals else ids[full : full + size])
+    return blocks
 
 
 def _slot(item: TrainItem, block: int, offset: int) -> int:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -170,6 +170,19 @@ def _assemble(
         refused_token=tuple(item.token for item in refused),
         refused_logprob=tuple(item.logprob for item in refused),
         drafted=tuple(drafted.get(anchor, ()) for anchor in anchors),
+    )
+
+
+def restrict_labels(plan: BlockPlan, proposable: Set[int] | None) -> BlockPlan:
+    """`plan` without the response labels that a draft with a smaller vocabulary cannot propose; None = it can propose all."""
+    if proposable is None:
+        return plan
+    keep = [i for i, label in enumerate(plan.response_label) if label in proposable]
+    return replace(
+        plan,
+        response_block=tuple(plan.response_block[i] for i in keep),
+        response_offset=tuple(plan.response_offset[i] for i in keep),
+        response_label=tuple(plan.response_label[i] for i in keep),
     )
 
 

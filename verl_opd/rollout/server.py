@@ -28,7 +28,8 @@ EXTENSION = "verl_opd.rollout.engine.extension.OpdWorkerExtension"
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What one engine needs to start; see the `rollout` section of the configuration. cpu_cores: cores to pin to, empty = not pinned."""
+    """What one engine needs to start; see the `rollout` section of the configuration. cpu_cores: cores to pin to, empty = not pinned.
+    engine_names: see DraftFamily. token_map: checksum of {"d2t": offsets} of a draft with a vocabulary of its own."""
 
     target_path: str
     target_dtype: str
@@ -36,9 +37,11 @@ class EngineSettings:
     method: str
     num_speculative_tokens: int
     target_layer_ids: tuple[int, ...]
-    mask_token_id: int
+    mask_token_id: int | None
     max_model_len: int
     max_num_seqs: int
+    engine_names: tuple[tuple[str, str], ...] = ()
+    token_map: str | None = None
     device: str = "cpu"
     trust_remote_code: bool = False
     gpu_memory_utilization: float = 0.4
@@ -230,13 +233,14 @@ class RolloutEngine:
         self._http_task = asyncio.create_task(self._http.serve(sockets=[listener]))
 
     async def _probe(self) -> dict[str, Any]:
-        facts: dict[str, Any] = (await self._rpc("opd_install"))[0]
+        facts: dict[str, Any] = (await self._rpc("opd_install", list(self._settings.engine_names)))[0]
         if facts["failure"]:
             raise RolloutError(f"start-up probe: {facts['failure']}")
         want = {
             "method": self._settings.method,
             "num_speculative_tokens": self._settings.num_speculative_tokens,
             "mask_token_id": self._settings.mask_token_id,
+            "token_map": self._settings.token_map,
             "aux_layer_ids": [vllm_aux_layer_id(i) for i in self._settings.target_layer_ids],
             "tensor_parallel_size": 1,  # draft push and read-back know unsharded tensors only
             "own_mask_embedding": False,  # a mask_embedding.pt beside the draft, which training would not replay

@@ -52,7 +52,7 @@ def verify_draft(path: Path, family_name: str, where: str) -> None:
     tensors = files.read_weights(str(path))
     expected = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
     files.compare({name: tuple(tensor.shape) for name, tensor in tensors.items()}, expected, f"draft of {where}")
-    bad = [name for name, tensor in tensors.items() if tensor.dtype != torch.bfloat16 or not tensor.isfinite().all()]
+    bad = [name for name, tensor in tensors.items() if files.narrow(tensor).dtype != tensor.dtype or not tensor.isfinite().all()]
     if bad:
         raise ConfigError(
             f"draft of {where}: {len(bad)} tensors are not bf16 or not finite ({', '.join(sorted(bad)[:3])}): use another checkpoint"
@@ -64,7 +64,7 @@ def _family_of(checkpoint: Path) -> str:
     return family
 
 
-def serve_command(target_path: str, draft_path: str, num_speculative_tokens: int, method: str = "dflash") -> str:
+def serve_command(target_path: str, draft_path: str, num_speculative_tokens: int, method: str) -> str:
     """The `vllm serve` line that uses the draft."""
     speculative = json.dumps({"method": method, "model": draft_path, "num_speculative_tokens": num_speculative_tokens})
     return f"vllm serve {shlex.quote(target_path)} --speculative-config {shlex.quote(speculative)}"
@@ -74,5 +74,4 @@ def serve_line(checkpoint: Path, draft: Path) -> str:
     """`serve_command` for a draft exported from `checkpoint`: its target, and all proposals of its block."""
     identity = CheckpointStore.read_state(find_checkpoint(checkpoint))["identity"]
     family = get_family(identity["family"])
-    proposals = family.block_size(family.load_config(str(draft))) - 1
-    return serve_command(identity["target"], str(draft), proposals, family.engine_method)
+    return serve_command(identity["target"], str(draft), identity["num_speculative_tokens"], family.engine_method)

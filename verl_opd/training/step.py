@@ -68,7 +68,7 @@ class DraftTrainer:
             fully_shard(unit, mesh=mesh, mp_policy=policy)
         self.draft = draft
         self.optimizer = build_optimizer(draft, cfg.optim)
-        self._mask_embed = self.target.embed(torch.tensor(self.family.mask_token_id(draft_config), device=self.device))
+        self._block_size = self.family.block_size(draft_config, cfg.rollout.num_speculative_tokens)
 
     # -- one optimiser step ----------------------------------------------------------------------------------------------------------
 
@@ -104,7 +104,7 @@ class DraftTrainer:
 
     def _loss(self, layout: Layout, totals: StreamTotals, spec: LossSpec, metrics: StepMetrics, check_replay: bool) -> Tensor:
         features = self.target.features(layout.input_ids, layout.lengths)
-        hidden = self.family.replay(self.draft, features.aux[:, : layout.context_len], self._slot_embeds(layout), layout).flatten(0, 1)
+        hidden = self._replay(features.aux[:, : layout.context_len], layout).flatten(0, 1)
         if check_replay:
             metrics.merge(self._replay_check(layout, hidden.detach()))
         response, refused = self._values(layout, hidden, features, spec)
@@ -150,20 +150,17 @@ class DraftTrainer:
         gaps = label_gaps(hidden[row], self.target.lm_head_weight, drafted.token[some], self.cfg.training.lm_head_chunk_size)
         return replay_metrics(gaps, drafted.offset[some])
 
-    def _slot_embeds(self, layout: Layout) -> Tensor:
-        """Embeddings [b, N, B, h]: the anchor token, then mask tokens."""
-        anchor_ids = layout.input_ids.gather(1, layout.anchors)
-        embeds = self._mask_embed.expand(*layout.anchors.shape, layout.block_size, -1).clone()
-        embeds[:, :, 0] = self.target.embed(anchor_ids)
-        return embeds
+    def _replay(self, features: Tensor, layout: Layout) -> Tensor:
+        """Draft hidden states [b, N*B, h] of all blocks; features [b, C, n*h] of the context."""
+        return self.family.replay(self.draft, features, self.family.inputs(self.draft_config, self.target.embed, layout), layout)
 
     def _zero_loss(self) -> Tensor:
         """Zero attached to every parameter, through the same collectives as a real micro-batch."""
-        plan = BlockPlan(self.family.block_size(self.draft_config), (), (), (), (), (), (), (), ())
+        plan = BlockPlan(self._block_size, (), (), (), (), (), (), (), ())
         layout = build_layout([TrainItem("empty", (0,), (0,), plan)], self.device)
-        width = len(self.family.layer_ids(self.draft_config)) * self._mask_embed.shape[0]
-        no_context = self._mask_embed.new_zeros(1, 0, width)
-        return self.family.replay(self.draft, no_context, self._slot_embeds(layout), layout).sum() * 0.0
+        head = self.target.lm_head_weight
+        no_context = head.new_zeros(1, 0, len(self.family.layer_ids(self.draft_config)) * head.shape[1])
+        return self._replay(no_context, layout).sum() * 0.0
 
     def _step(self, lr: float, metrics: StepMetrics, usable: bool) -> None:
         norm = torch.nn.utils.clip_grad_norm_(self.draft.parameters(), self.cfg.optim.grad_clip)
@@ -185,7 +182,7 @@ class DraftTrainer:
     def published(self) -> dict[str, Tensor]:
         """The draft's weights by public name as they leave the trainer: whole, bf16, on the CPU of rank 0; empty on other ranks."""
         tensors: dict[str, Tensor] = {}
-        for name, value in self.draft.state_dict().items():
+        for name, value in self.draft.named_parameters():
             narrow = value.detach().to(torch.bfloat16)  # rounded before the gather, which halves what travels
             whole = narrow.full_tensor() if isinstance(narrow, DTensor) else narrow
             if self.rank == 0:
@@ -206,7 +203,8 @@ class DraftTrainer:
         """Rank 0 writes an HF-format draft directory."""
         tensors = self.published()
         if self.rank == 0:
-            self.family.save_pretrained(tensors, self.draft_config, Path(directory))
+            constant = {name: buffer.cpu() for name, buffer in self.draft.named_buffers()}  # token maps
+            self.family.save_pretrained({**tensors, **constant}, self.draft_config, Path(directory))
         dist.barrier()
 
     def save(self, directory: str) -> None:

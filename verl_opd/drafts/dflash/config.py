@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from verl_opd.config.schema import DraftConfig
+from verl_opd.drafts import files
 from verl_opd.errors import ConfigError
 from verl_opd.targets.layers import default_layer_ids
 
@@ -47,7 +48,7 @@ def derive_config(target: PretrainedConfig, draft: DraftConfig, num_speculative_
         "vocab_size": target.vocab_size,
         "hidden_act": "silu",
         "rms_norm_eps": target.rms_norm_eps,
-        "rope_theta": _rope(target.to_dict(), "target")["rope_theta"],
+        "rope_theta": files.rope_settings(target.to_dict(), "target")["rope_theta"],
         "max_position_embeddings": target.max_position_embeddings,
         "layer_types": ["full_attention"] * layers,
         "attention_bias": False,
@@ -74,23 +75,8 @@ def target_layer_ids(config: Mapping[str, Any]) -> list[int]:
     return list((config.get("dflash_config") or {}).get("target_layer_ids") or [])
 
 
-def _rope(config: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """rope_type, rope_theta and whatever else is set, from either spelling; ConfigError when theta is missing.
-
-    Engines read the file through transformers, which fills in 10000 without a word: a draft trained with another base then accepts little.
-    """
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = rope.pop("rope_theta", config.get("rope_theta"))
-    if theta is None:
-        raise ConfigError(
-            f"the {what}'s config.json has no rope_theta: add the value it was trained with, a guess silently lowers acceptance"
-        )
-    legacy = rope.pop("type", "default")
-    return {"rope_theta": float(theta), "rope_type": rope.pop("rope_type", legacy), "extra": rope}
-
-
 def rope_theta(config: Mapping[str, Any]) -> float:
-    return float(_rope(config, "draft")["rope_theta"])
+    return float(files.rope_settings(config, "draft")["rope_theta"])
 
 
 def check(config: Mapping[str, Any], target: PretrainedConfig, num_speculative_tokens: int, allow_block_size_mismatch: bool) -> None:
@@ -144,7 +130,7 @@ def _check_supported(config: Mapping[str, Any]) -> None:
     """Variants that the engine drafts with and this replay does not reproduce are refused, not approximated."""
     if "DFlashDraftModel" not in (config.get("architectures") or []):
         raise ConfigError(f"the draft's architectures={config.get('architectures')} is not supported; DFlashDraftModel is")
-    rope = _rope(config, "draft")
+    rope = files.rope_settings(config, "draft")
     if rope["rope_type"] != "default":
         raise ConfigError(f"the draft's rope_type={rope['rope_type']!r} is not supported; only 'default' is")
     ids = target_layer_ids(config)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,11 +22,12 @@ from verl_opd.opd.layout import Layout
 class DFlash:
     name = "dflash"
     engine_method = "dflash"
+    engine_names = ()
 
     def derive_config(self, target: PretrainedConfig, draft: DraftConfig, num_speculative_tokens: int) -> dict[str, Any]:
         return dflash_config.derive_config(target, draft, num_speculative_tokens)
 
-    def load_config(self, path: str) -> dict[str, Any]:
+    def load_config(self, path: str, target: PretrainedConfig | None = None) -> dict[str, Any]:
         if (Path(path) / "mask_embedding.pt").exists():
             raise ConfigError(
                 f"draft.path={path}: a separate mask embedding (mask_embedding.pt) is not supported; the target's row is used"
@@ -44,7 +45,7 @@ class DFlash:
     def mask_token_id(self, config: Mapping[str, Any]) -> int:
         return int(dflash_config.dflash_key(config, "mask_token_id"))
 
-    def block_size(self, config: Mapping[str, Any]) -> int:
+    def block_size(self, config: Mapping[str, Any], num_speculative_tokens: int) -> int:
         return int(dflash_config.dflash_key(config, "block_size"))
 
     def build(self, config: Mapping[str, Any], *, seed: int, init_std: float) -> nn.Module:
@@ -65,9 +66,22 @@ class DFlash:
     def shard_units(self, draft: nn.Module) -> list[nn.Module]:
         return list(cast(DFlashDraft, draft).layers)
 
-    def replay(self, draft: nn.Module, features: Tensor, slot_embeds: Tensor, layout: Layout) -> Tensor:
-        hidden: Tensor = draft(features, slot_embeds.flatten(1, 2), slot_positions(layout), visibility(layout, features.shape[1]))
+    def inputs(self, config: Mapping[str, Any], embed: Callable[[Tensor], Tensor], layout: Layout) -> Tensor:
+        """Embeddings [b, N, B, h]: the anchor token, then mask tokens."""
+        mask = embed(torch.tensor(self.mask_token_id(config), device=layout.anchors.device))
+        embeds = mask.expand(*layout.anchors.shape, layout.block_size, -1).clone()
+        embeds[:, :, 0] = embed(layout.block_tokens[:, :, 0])
+        return embeds
+
+    def replay(self, draft: nn.Module, features: Tensor, inputs: Tensor, layout: Layout) -> Tensor:
+        hidden: Tensor = draft(features, inputs.flatten(1, 2), slot_positions(layout), visibility(layout, features.shape[1]))
         return hidden
+
+    def own_head(self, draft: nn.Module) -> None:
+        return None
+
+    def vocabulary(self, config: Mapping[str, Any], path: str | None) -> None:
+        return None
 
     def save_pretrained(self, state: Mapping[str, Tensor], config: Mapping[str, Any], path: Path) -> None:
         files.write_draft(state, config, path)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from verl_opd.drafts.dflash.config import rope_theta, target_layer_ids
+from verl_opd.drafts.layers import MLP, RMSNorm, Rotation, rotate, rotation
 
 
 @dataclass(frozen=True)
@@ -44,43 +45,6 @@ class Shape:
         )
 
 
-class RMSNorm(nn.Module):
-    """x / rms(x) in float32, cast back, times weight; over the last dimension (vLLM's RMSNorm)."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return scaled.to(x.dtype) * self.weight.to(x.dtype)
-
-
-Rotation = tuple[Tensor, Tensor]
-
-
-def rotation(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotation:
-    """cos and sin [b, 1, L, head_dim] for integer positions [b, L] (half-split "neox" layout).
-
-    Angles are float32, the tables are then rounded to the draft's `dtype` as the engine does (vLLM RotaryEmbedding.cos_sin_cache).
-    """
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
-    # the reciprocal first, as engines do: dividing instead moves float32 angles by milliradians at position 30000
-    angles = positions.float().unsqueeze(-1) * (1.0 / theta**exponent)
-    angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def rotate(x: Tensor, rope: Rotation) -> Tensor:
-    """Apply the rotation to x [b, heads, L, head_dim]."""
-    cos, sin = rope
-    wide = x.float()
-    first, second = wide.chunk(2, dim=-1)
-    return (wide * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
-
-
 class Attention(nn.Module):
     """Slots attend to context and slots under a boolean mask. Context keys and values come from the normed features directly, without the
     layer's input norm, as the engine precomputes them (vLLM DFlashQwen3Model.precompute_and_store_context_kv)."""
@@ -110,24 +74,13 @@ class Attention(nn.Module):
         return self.o_proj(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
-class MLP(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
-        self.up_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate, shape.hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
-
-
 class Layer(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(shape.hidden, shape.eps)
         self.self_attn = Attention(shape)
         self.post_attention_layernorm = RMSNorm(shape.hidden, shape.eps)
-        self.mlp = MLP(shape)
+        self.mlp = MLP(shape.hidden, shape.intermediate)
 
     def forward(self, slots: Tensor, context: Tensor, slot_rope: Rotation, key_rope: Rotation, mask: Tensor) -> Tensor:
         slots = slots + self.self_attn(self.input_layernorm(slots), context, slot_rope, key_rope, mask)

@@ -6,7 +6,7 @@ rebuilds. The rebuilt values are copied into the tensor that was there before, b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from verl_opd.drafts.snapshot import checksum
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 _GATE_UP = ("gate_proj", "up_proj")
-_BORROWED = ("embed_tokens", "lm_head")
 _BUFFERS = ("_fused_kv_weight", "_fused_kv_bias", "_k_norm_weights")
 
 
@@ -73,12 +72,19 @@ def draft_model(runner: Any) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-def live_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The draft's own parameters under public checkpoint names, as views into the engine's fused ones (tensor parallel size 1)."""
+Names = Sequence[tuple[str, str]]
+
+
+def live_tensors(model: nn.Module, target: nn.Module, names: Names = ()) -> dict[str, Tensor]:
+    """The draft's own parameters under public checkpoint names, as views into the engine's fused ones (tensor parallel size 1).
+
+    What the draft shares with the frozen `target` is not its own, whatever its name. names: see DraftFamily.engine_names.
+    """
     tensors: dict[str, Tensor] = {}
+    borrowed = {id(parameter) for parameter in target.parameters()}
     for full, parameter in model.named_parameters():
         name = full.removeprefix("model.")
-        if name.startswith(_BORROWED) or name in ("mask_embedding", "draft_id_to_target_id"):
+        if id(parameter) in borrowed or name in ("mask_embedding", "draft_id_to_target_id"):
             continue
         module, _, leaf = name.rpartition(".")
         if module.endswith("qkv_proj"):
@@ -91,21 +97,23 @@ def live_tensors(model: nn.Module) -> dict[str, Tensor]:
             tensors.update({f"{module.removesuffix('gate_up_proj')}{part}.{leaf}": value for part, value in parts})
         else:
             tensors[name] = parameter
+    for prefix, public in names:
+        tensors = {public + name.removeprefix(prefix) if name.startswith(prefix) else name: value for name, value in tensors.items()}
     return tensors
 
 
 class DraftLoader:
     """Holds what is loaded: version, checksum. Refuses anything that is not exactly the draft, before a single byte is changed."""
 
-    def __init__(self, runner: Any) -> None:
-        self._runner = runner
+    def __init__(self, runner: Any, names: Names = ()) -> None:
+        self._runner, self._names = runner, names
         self.version = -1  # as loaded from the draft directory; nothing pushed yet
 
     def load(self, path: str, version: int, expected_checksum: str) -> dict[str, Any]:
         """Load the safetensors file `path` and return the read-back; ValueError, with the old draft untouched, when it does not fit."""
         model = draft_model(self._runner)
         tensors = load_file(path)
-        self._check(model, tensors, expected_checksum, path)
+        self._check(tensors, expected_checksum, path)
         inner = model.model
         assert isinstance(inner, nn.Module)
         held = _fused(inner)
@@ -118,11 +126,15 @@ class DraftLoader:
         self.version = version
         return self.read_back()
 
-    def _check(self, model: nn.Module, tensors: Mapping[str, Tensor], expected_checksum: str, path: str) -> None:
-        live = live_tensors(model)
-        problems = [f"{name} belongs to the frozen target" for name in tensors if name.removeprefix("model.").startswith(_BORROWED)]
-        problems += [f"missing {name}" for name in sorted(live.keys() - tensors.keys())]
-        problems += [f"unexpected {name}" for name in sorted(tensors.keys() - live.keys())]
+    def _live(self) -> dict[str, Tensor]:
+        return live_tensors(draft_model(self._runner), self._runner.get_model(), self._names)
+
+    def _check(self, tensors: Mapping[str, Tensor], expected_checksum: str, path: str) -> None:
+        live = self._live()
+        problems = [f"missing {name}" for name in sorted(live.keys() - tensors.keys())]
+        problems += [
+            f"unexpected {name} (not the draft's own: frozen target's or unknown)" for name in sorted(tensors.keys() - live.keys())
+        ]
         problems += [
             f"{name} is {tuple(tensors[name].shape)} {tensors[name].dtype}, the engine holds {tuple(live[name].shape)}"
             for name in sorted(live.keys() & tensors.keys())
@@ -136,7 +148,7 @@ class DraftLoader:
     def read_back(self) -> dict[str, Any]:
         """version, checksum and count of the tensors the engine computes with, in bf16; and whether its fused K/V copy agrees with them."""
         model = draft_model(self._runner)
-        live = {name: tensor.detach().to(torch.bfloat16) for name, tensor in live_tensors(model).items()}
+        live = {name: tensor.detach().to(torch.bfloat16) for name, tensor in self._live().items()}
         return {
             "version": self.version,
             "checksum": checksum(live),

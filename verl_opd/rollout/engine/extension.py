@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from typing import Any
 
+from verl_opd.drafts.snapshot import checksum
 from verl_opd.rollout.engine.draft_loader import DraftLoader, draft_model, keep_drafts_loadable, target_checksum
 from verl_opd.rollout.engine.recorder import VerifyRecorder
 from verl_opd.rollout.engine.seams import DraftingSwitch, attach_recorder
@@ -25,7 +26,7 @@ class OpdWorkerExtension:
             worker.opd_failure = traceback.format_exc(limit=3)
         return worker
 
-    def opd_install(self: Any) -> dict[str, Any]:
+    def opd_install(self: Any, engine_names: list[tuple[str, str]]) -> dict[str, Any]:
         """Attach recorder, loader and switch to the live runner, once; returns the facts that the probe compares."""
         if self.opd_failure:
             return {"failure": self.opd_failure}
@@ -36,7 +37,7 @@ class OpdWorkerExtension:
             facts = _drafter_facts(runner)
             recorder, switch = VerifyRecorder(runner.requests.__contains__), DraftingSwitch(runner)
             seam = attach_recorder(runner, recorder, switch)
-            self.opd_recorder, self.opd_switch, self.opd_loader = recorder, switch, DraftLoader(runner)
+            self.opd_recorder, self.opd_switch, self.opd_loader = recorder, switch, DraftLoader(runner, engine_names)
             return {"failure": "", "seam": seam, **facts}
         except Exception as error:  # reported by the probe, which stops the run with it
             return {"failure": f"{type(error).__name__}: {error}"}
@@ -80,11 +81,18 @@ def _drafter_facts(runner: Any) -> dict[str, Any]:
     return {
         "method": runner.speculative_config.method,
         "num_speculative_tokens": int(runner.speculative_config.num_speculative_tokens),
-        "mask_token_id": int(drafter.parallel_drafting_token_id),
+        "mask_token_id": int(drafter.parallel_drafting_token_id) if getattr(drafter, "parallel_drafting", False) else None,
         "aux_layer_ids": [int(i) for i in aux],
         "tensor_parallel_size": int(runner.parallel_config.tensor_parallel_size),
+        "token_map": _token_map(model),
         "own_mask_embedding": bool(getattr(model.model, "has_separate_mask_embedding", False)),
         "draft_class": type(model).__name__,
         "runner_class": type(runner).__name__,
         "async_scheduling": bool(getattr(runner, "use_async_scheduling", False)),
     }
+
+
+def _token_map(model: Any) -> str | None:
+    """Digest of the map from draft ids to target ids; None for a draft over the whole vocabulary."""
+    offsets = getattr(model, "draft_id_to_target_id", None)
+    return None if offsets is None else checksum({"d2t": offsets.detach()})

@@ -1,0 +1,31 @@
+"""The loop's own small decisions: when something is due, and how a rollout batch becomes optimiser steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from verl_opd.controller.loop import due, mini_batches
+
+
+@pytest.mark.parametrize(
+    ("every", "step", "rollouts", "expected"),
+    [(-1, 10, 1, False), (5, 5, 1, True), (5, 6, 1, False), (5, 10, 10, True), (25, 30, 10, True), (25, 40, 10, False), (7, 7, 10, True)],
+)
+def test_a_frequency_that_no_update_step_hits_exactly_still_counts(every: int, step: int, rollouts: int, expected: bool):
+    assert due(every, step, rollouts) is expected
+
+
+def test_one_pass_deals_the_samples_out_in_turn():
+    assert mini_batches(5, 2, 1, seed=0, step=3) == [[0, 2, 4], [1, 3]]
+    assert mini_batches(2, 16, 1, seed=0, step=3) == [[0], [1]]
+
+
+def test_further_passes_are_whole_shuffled_and_repeatable():
+    batches = mini_batches(12, 3, 3, seed=1, step=7)
+    assert [len(batch) for batch in batches] == [4] * 9
+    assert Counter(index for batch in batches for index in batch) == dict.fromkeys(range(12), 3)
+    assert batches == mini_batches(12, 3, 3, seed=1, step=7)
+    assert batches[3:6] != batches[6:]
+    assert batches[3:] != mini_batches(12, 3, 3, seed=1, step=8)[3:]

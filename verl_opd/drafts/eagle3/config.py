@@ -1,0 +1,130 @@
+"""EAGLE-3 config.json: read public ones, derive new ones, refuse what replay would not reproduce."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from verl_opd.config.schema import DraftConfig
+from verl_opd.drafts import files
+from verl_opd.errors import ConfigError
+from verl_opd.targets.layers import vllm_aux_layer_id
+
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+_REQUIRED = (
+    "hidden_size",
+    "vocab_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "rms_norm_eps",
+)
+
+
+def default_layer_ids(num_layers: int) -> list[int]:
+    """Outputs of an early, the middle and a late layer: vLLM's aux states 2, L/2 and L-3 (get_eagle3_default_aux_hidden_state_layers)."""
+    return [1, num_layers // 2 - 1, num_layers - 4]
+
+
+def derive_config(target: PretrainedConfig, draft: DraftConfig) -> dict[str, Any]:
+    """config.json of a new one-layer draft that fits `target`, over the target's whole vocabulary."""
+    heads, layers = target.num_attention_heads, target.num_hidden_layers
+    ids = list(draft.target_layer_ids) if draft.target_layer_ids is not None else default_layer_ids(layers)
+    return {
+        "architectures": [ARCHITECTURE],
+        "model_type": "llama",
+        "num_target_layers": layers,
+        "num_hidden_layers": 1,
+        "eagle_aux_hidden_state_layer_ids": [vllm_aux_layer_id(i) for i in ids],
+        "num_aux_hidden_states": len(ids),
+        "hidden_size": target.hidden_size,
+        "target_hidden_size": target.hidden_size,
+        "head_dim": getattr(target, "head_dim", None) or target.hidden_size // heads,
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(target, "num_key_value_heads", None) or heads,
+        "intermediate_size": draft.intermediate_size or target.intermediate_size,
+        "vocab_size": target.vocab_size,
+        "draft_vocab_size": target.vocab_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": target.rms_norm_eps,
+        "rope_theta": files.rope_settings(target.to_dict(), "target")["rope_theta"],
+        "max_position_embeddings": target.max_position_embeddings,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "norm_before_residual": False,
+        "fc_norm": False,
+        "norm_output": False,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
+
+
+def target_layer_ids(config: Mapping[str, Any]) -> list[int]:
+    """0-based layers whose outputs the draft reads, in the engine's order; public drafts that name none mean the default three."""
+    named = config.get("eagle_aux_hidden_state_layer_ids") or (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    if named:
+        return [int(i) - 1 for i in named]
+    count = config.get("num_target_layers")
+    if count is None:
+        raise ConfigError("the draft's config.json names neither eagle_aux_hidden_state_layer_ids nor num_target_layers: add one of them")
+    return default_layer_ids(int(count))
+
+
+def head_dim(config: Mapping[str, Any]) -> int:
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
+def draft_vocab_size(config: Mapping[str, Any]) -> int:
+    return int(config.get("draft_vocab_size") or config["vocab_size"])
+
+
+def check(config: Mapping[str, Any], target: PretrainedConfig) -> None:
+    """See DraftFamily.check."""
+    absent = [name for name in _REQUIRED if config.get(name) is None]
+    if absent:
+        raise ConfigError(f"the draft's config.json has no {', '.join(absent)}: is it an EAGLE-3 draft?")
+    _check_supported(config)
+    for key in ("hidden_size", "vocab_size"):
+        if config[key] != getattr(target, key):
+            raise ConfigError(
+                f"draft does not fit the target: {key} is {config[key]} in the draft and {getattr(target, key)} in the target"
+            )
+    size = config.get("draft_vocab_size")
+    if size is not None and not (isinstance(size, int) and 0 < size <= config["vocab_size"]):
+        raise ConfigError(f"draft_vocab_size={size!r} must be a whole number from 1 to vocab_size={config['vocab_size']}")
+    ids, count = target_layer_ids(config), target.num_hidden_layers
+    if ids != sorted(set(ids)) or not 0 <= ids[0] <= ids[-1] < count:
+        raise ConfigError(
+            f"the draft reads the outputs of target layers {ids} (eagle_aux_hidden_state_layer_ids - 1): they must be ascending, distinct "
+            f"layers in 0..{count - 1}"
+        )
+
+
+def _check_supported(config: Mapping[str, Any]) -> None:
+    """Variants that the engine drafts with and this replay does not reproduce are refused, not approximated."""
+    if ARCHITECTURE not in (config.get("architectures") or []):
+        raise ConfigError(f"the draft's architectures={config.get('architectures')} is not supported; {ARCHITECTURE} is")
+    found = files.rope_settings(config, "draft")
+    eagle = config.get("eagle_config") or {}
+    changes: dict[str, tuple[Any, tuple[Any, ...]]] = {  # key -> (value, values under which the network is the one replayed here)
+        **{key: (value, (None,)) for key, value in found["extra"].items()},
+        "rope_type": (found["rope_type"], ("default",)),
+        "num_hidden_layers": (config["num_hidden_layers"], (1,)),
+        "attention_bias": (config.get("attention_bias"), (None, False)),
+        "mlp_bias": (config.get("mlp_bias"), (None, False)),
+        "hidden_act": (config.get("hidden_act"), (None, "silu")),
+        "logit_scale": (config.get("logit_scale"), (None, 1)),
+        "norm_before_fc": (eagle.get("norm_before_fc", config.get("norm_before_fc")), (None, False)),
+        "use_aux_hidden_state": (eagle.get("use_aux_hidden_state"), (None, True)),
+        "target_hidden_size": (config.get("target_hidden_size"), (None, config["hidden_size"])),
+        "parallel_drafting": (config.get("parallel_drafting"), (None, False)),
+        "quantization_config": (config.get("quantization_config"), (None,)),
+    }
+    wrong = [f"{name}={value!r}" for name, (value, same) in changes.items() if value not in same]
+    if wrong:
+        raise ConfigError(
+            f"this EAGLE-3 draft has {', '.join(wrong)}, which training does not support: it would not replay what the engine drafts"
+        )

@@ -1,0 +1,98 @@
+"""EAGLE-3 as a DraftFamily."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from verl_opd.config.schema import DraftConfig
+from verl_opd.drafts import files
+from verl_opd.drafts.base import OwnHead, Vocabulary
+from verl_opd.drafts.eagle3 import config as eagle3_config
+from verl_opd.drafts.eagle3.model import Eagle3Draft
+from verl_opd.errors import ConfigError
+from verl_opd.opd.layout import Layout
+
+_EMBEDDING = "embed_tokens.weight"
+
+
+class Eagle3:
+    name = "eagle3"
+    engine_method = "eagle3"
+    engine_names = (("layers.0.", "midlayer."),)
+
+    def derive_config(self, target: PretrainedConfig, draft: DraftConfig, num_speculative_tokens: int) -> dict[str, Any]:
+        return eagle3_config.derive_config(target, draft)
+
+    def load_config(self, path: str, target: PretrainedConfig | None = None) -> dict[str, Any]:
+        config = files.read_config(path)
+        if target is not None:  # public drafts leave the depth of their target to the engine
+            config.setdefault("num_target_layers", target.num_hidden_layers)
+        return config
+
+    def check(
+        self, config: Mapping[str, Any], target: PretrainedConfig, num_speculative_tokens: int, allow_block_size_mismatch: bool
+    ) -> None:
+        eagle3_config.check(config, target)
+
+    def layer_ids(self, config: Mapping[str, Any]) -> list[int]:
+        return eagle3_config.target_layer_ids(config)
+
+    def mask_token_id(self, config: Mapping[str, Any]) -> None:
+        return None
+
+    def block_size(self, config: Mapping[str, Any], num_speculative_tokens: int) -> int:
+        return num_speculative_tokens + 1
+
+    def build(self, config: Mapping[str, Any], *, seed: int, init_std: float) -> nn.Module:
+        draft = Eagle3Draft(config)
+        generator = torch.Generator().manual_seed(seed)
+        for module in draft.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=init_std, generator=generator)
+        return draft
+
+    def load_weights(self, draft: nn.Module, path: str) -> None:
+        tensors = {name: tensor for name, tensor in files.read_weights(path).items() if name != _EMBEDDING}
+        expected = draft.state_dict()
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        files.compare(shapes, {name: tuple(tensor.shape) for name, tensor in expected.items()}, f"draft.path={path}")
+        draft.load_state_dict({name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()})
+
+    def shard_units(self, draft: nn.Module) -> list[nn.Module]:
+        return []  # one layer and its head: the root is the unit
+
+    def inputs(self, config: Mapping[str, Any], embed: Callable[[Tensor], Tensor], layout: Layout) -> tuple[Tensor, Tensor]:
+        """(embeddings of the token after each context row [b, C, h], of each block's anchor and proposals [b, N, B-1, h])."""
+        count = layout.context_len
+        return embed(layout.input_ids[:, 1 : count + 1]), embed(layout.block_tokens[:, :, :-1])
+
+    def replay(self, draft: nn.Module, features: Tensor, inputs: tuple[Tensor, Tensor], layout: Layout) -> Tensor:
+        if bool(((layout.anchors == 0) & layout.block_keep).any()):
+            raise ValueError("EAGLE-3 drafts from the token before the anchor: a block anchored at position 0 has none")
+        context, blocks = inputs
+        if features.shape[1] == 0:  # nothing is supervised: a context of one row keeps every weight in the graph
+            features, context = features.new_zeros(features.shape[0], 1, features.shape[2]), blocks[:, 0, :1]
+        hidden: Tensor = draft(features, context, blocks, layout.anchors)
+        return hidden.flatten(1, 2)
+
+    def own_head(self, draft: nn.Module) -> OwnHead:
+        module = cast(Eagle3Draft, draft)
+        vocabulary = Vocabulary(module.d2t + torch.arange(len(module.d2t), device=module.d2t.device)) if hasattr(module, "d2t") else None
+        return OwnHead(module.lm_head.weight, vocabulary)
+
+    def vocabulary(self, config: Mapping[str, Any], path: str | None) -> Vocabulary | None:
+        if eagle3_config.draft_vocab_size(config) == config["vocab_size"]:
+            return None
+        if path is None:
+            raise ConfigError("a draft vocabulary smaller than the target's comes with a draft: name its directory as draft.path")
+        d2t = files.read_weights(path)["d2t"]
+        return Vocabulary(d2t + torch.arange(len(d2t)))
+
+    def save_pretrained(self, state: Mapping[str, Tensor], config: Mapping[str, Any], path: Path) -> None:
+        files.write_draft(state, config, path)
