@@ -35,7 +35,7 @@ def test_public_config_fits_its_target() -> None:
     FAMILY.check(QWEN3_4B_DFLASH, _qwen3_4b(), 15, False)
     assert FAMILY.layer_ids(QWEN3_4B_DFLASH) == [1, 9, 17, 25, 33]
     assert FAMILY.mask_token_id(QWEN3_4B_DFLASH) == 151669
-    assert FAMILY.block_size(QWEN3_4B_DFLASH) == 16
+    assert FAMILY.block_size(QWEN3_4B_DFLASH, 15) == 16
     assert rope_theta(QWEN3_4B_DFLASH) == 1e6
 
 
@@ -43,7 +43,7 @@ def test_block_size_may_lie_in_dflash_config() -> None:
     config = deepcopy(QWEN3_4B_DFLASH)
     config["dflash_config"]["block_size"] = config.pop("block_size")
     FAMILY.check(config, _qwen3_4b(), 15, False)
-    assert FAMILY.block_size(config) == 16
+    assert FAMILY.block_size(config, 15) == 16
 
 
 @pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config])

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 
 def _logits(rows: Tensor, weight: Tensor) -> Tensor:
@@ -115,3 +116,30 @@ def row_divergence(
     """divergence(draft logits [m, V], target logits [m, V]) -> [m] for hidden rows [M, h] of both: [M] float32, gradient into `rows` only."""
     values: Tensor = _RowDivergence.apply(rows, teacher_rows, weight, divergence, chunk)  # type: ignore[no-untyped-call]
     return values
+
+
+def _in_chunks(part: Callable[..., Tensor], chunk: int, weight: Tensor, *rows: Tensor) -> Tensor:
+    """part(weight, *rows of a chunk) over all chunks, logits recomputed in backward: they never exist for a whole micro-batch."""
+    pieces = zip(*(tensor.split(chunk) for tensor in rows), strict=True)
+    values = [checkpoint(part, weight, *piece, use_reentrant=False) for piece in pieces]
+    return torch.cat(values) if rows[0].shape[0] else rows[0].sum(-1).float()
+
+
+def own_logprobs(rows: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
+    """Log-probs [M] float32 of `labels` [M] at hidden rows [M, h] under a trainable head [Vd, h]; gradient into rows and head."""
+
+    def part(weight: Tensor, rows: Tensor, labels: Tensor) -> Tensor:
+        return torch.log_softmax(_logits(rows, weight), 1).gather(1, labels.unsqueeze(1)).squeeze(1)
+
+    return _in_chunks(part, chunk, weight, rows, labels)
+
+
+def own_row_divergence(
+    rows: Tensor, weight: Tensor, teacher_rows: Tensor, teacher_weight: Tensor, divergence: Callable[[Tensor, Tensor], Tensor], chunk: int
+) -> Tensor:
+    """divergence(draft logits, target logits) [M] float32 between a trainable head [Vd, h] and the frozen one restricted to the same tokens."""
+
+    def part(weight: Tensor, rows: Tensor, teacher_rows: Tensor) -> Tensor:
+        return divergence(_logits(rows, weight), _logits(teacher_rows, teacher_weight))
+
+    return _in_chunks(part, chunk, weight, rows, teacher_rows)

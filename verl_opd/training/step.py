@@ -20,15 +20,15 @@ from verl_opd.config.schema import Config
 from verl_opd.drafts import get_family
 from verl_opd.drafts.snapshot import DraftSnapshot, checksum
 from verl_opd.opd.layout import Layout, build_layout, split_micro_batches
-from verl_opd.opd.losses import FULL_VOCABULARY, SINGLE_TOKEN, LossSpec, StreamTotals, combine, loss_metrics
+from verl_opd.opd.losses import LossSpec, StreamTotals, combine, loss_metrics
 from verl_opd.opd.metrics import StepMetrics
 from verl_opd.opd.plan import BlockPlan, TrainItem
 from verl_opd.opd.replay_check import replay_metrics
-from verl_opd.targets.base import TargetBackend, TargetFeatures
+from verl_opd.targets.base import TargetBackend
 from verl_opd.targets.cache import CachedTarget
 from verl_opd.targets.hf import HFTarget
-from verl_opd.training.lm_head import label_gaps, label_logprobs, row_divergence, slot_logprobs
 from verl_opd.training.optim import build_optimizer
+from verl_opd.training.scoring import FrozenHead, Head, TrainableHead, slot_rows
 from verl_opd.training.state import load_distributed, save_distributed
 
 _CHECKED_SLOTS = 2048  # per micro-batch and replay check
@@ -105,50 +105,26 @@ class DraftTrainer:
     def _loss(self, layout: Layout, totals: StreamTotals, spec: LossSpec, metrics: StepMetrics, check_replay: bool) -> Tensor:
         features = self.target.features(layout.input_ids, layout.lengths)
         hidden = self._replay(features.aux[:, : layout.context_len], layout).flatten(0, 1)
+        head = self._head()
         if check_replay:
-            metrics.merge(self._replay_check(layout, hidden.detach()))
-        response, refused = self._values(layout, hidden, features, spec)
+            metrics.merge(self._replay_check(layout, hidden.detach(), head))
+        response, refused = head.values(layout, hidden, features, spec)
         loss = combine(response, layout.response.offset, refused, layout.refused.offset, totals, spec)
         metrics.merge(loss_metrics(response, refused, loss.detach(), spec))
-        return loss + hidden.sum() * 0.0  # keeps every parameter in the graph when a micro-batch supervises nothing
+        return loss + hidden.sum() * 0.0 + head.attached_zero()  # every parameter is in the graph, also when nothing is supervised
 
-    def _values(self, layout: Layout, hidden: Tensor, features: TargetFeatures, spec: LossSpec) -> tuple[Tensor, Tensor]:
-        """Per-token loss values of the two streams."""
-        head, chunk = self.target.lm_head_weight, self.cfg.training.lm_head_chunk_size
-        slots = layout.anchors.shape[1] * layout.block_size
-        row_r = layout.response.sample * slots + layout.response.slot
-        row_j = layout.refused.sample * slots + layout.refused.slot
-        target_row = layout.response.sample * layout.input_ids.shape[1] + layout.response.target_row
-        target_hidden = features.last_hidden.flatten(0, 1)
-        clamp = spec.log_prob_min_clamp
-        refused_value = SINGLE_TOKEN[spec.rejected_loss]
-        if spec.response_loss in FULL_VOCABULARY:
-            response = row_divergence(hidden[row_r], target_hidden[target_row], head, FULL_VOCABULARY[spec.response_loss], chunk)
-            used, index = torch.unique(row_j, return_inverse=True)
-            refused_s = slot_logprobs(hidden[used], head, index, layout.refused.token, chunk)
-            return response, refused_value(refused_s, layout.refused.teacher_logprob, clamp)
-        rows = torch.cat((row_r, row_j))
-        used, index = torch.unique(rows, return_inverse=True)
-        labels = torch.cat((layout.response.token, layout.refused.token))
-        student = slot_logprobs(hidden[used], head, index, labels, chunk)
-        student_r, student_j = student.split((len(row_r), len(row_j)))
-        if spec.response_loss == "cross_entropy":
-            response = -student_r
-        else:
-            scored, index = torch.unique(target_row, return_inverse=True)  # blocks may overlap; a row's label is always the next token
-            labels = layout.input_ids.flatten()[scored + 1]
-            teacher = label_logprobs(target_hidden[scored], head, labels, chunk)[index]
-            response = SINGLE_TOKEN[spec.response_loss](student_r, teacher, clamp)
-        return response, refused_value(student_j, layout.refused.teacher_logprob, clamp)
+    def _head(self) -> Head:
+        """After a replay, while FSDP holds the root's weights whole."""
+        chunk, own = self.cfg.training.lm_head_chunk_size, self.family.own_head(self.draft)
+        return FrozenHead(self.target.lm_head_weight, chunk) if own is None else TrainableHead(own, self.target.lm_head_weight, chunk)
 
-    def _replay_check(self, layout: Layout, hidden: Tensor) -> StepMetrics:
+    def _replay_check(self, layout: Layout, hidden: Tensor, head: Head) -> StepMetrics:
         """Replayed choices against the engine's proposals, on an even share of the micro-batch's drafted slots."""
         drafted = layout.drafted
         count = len(drafted.token)
         some = torch.arange(min(count, _CHECKED_SLOTS), device=self.device) * count // max(1, min(count, _CHECKED_SLOTS))
-        row = (drafted.sample * layout.anchors.shape[1] * layout.block_size + drafted.slot)[some]
-        gaps = label_gaps(hidden[row], self.target.lm_head_weight, drafted.token[some], self.cfg.training.lm_head_chunk_size)
-        return replay_metrics(gaps, drafted.offset[some])
+        rows = slot_rows(layout, drafted.sample[some], drafted.slot[some])
+        return replay_metrics(head.gaps(hidden[rows], drafted.token[some]), drafted.offset[some])
 
     def _replay(self, features: Tensor, layout: Layout) -> Tensor:
         """Draft hidden states [b, N*B, h] of all blocks; features [b, C, n*h] of the context."""
@@ -158,9 +134,9 @@ class DraftTrainer:
         """Zero attached to every parameter, through the same collectives as a real micro-batch."""
         plan = BlockPlan(self._block_size, (), (), (), (), (), (), (), ())
         layout = build_layout([TrainItem("empty", (0,), (0,), plan)], self.device)
-        head = self.target.lm_head_weight
-        no_context = head.new_zeros(1, 0, len(self.family.layer_ids(self.draft_config)) * head.shape[1])
-        return self._replay(no_context, layout).sum() * 0.0
+        borrowed = self.target.lm_head_weight
+        no_context = borrowed.new_zeros(1, 0, len(self.family.layer_ids(self.draft_config)) * borrowed.shape[1])
+        return self._replay(no_context, layout).sum() * 0.0 + self._head().attached_zero()
 
     def _step(self, lr: float, metrics: StepMetrics, usable: bool) -> None:
         norm = torch.nn.utils.clip_grad_norm_(self.draft.parameters(), self.cfg.optim.grad_clip)

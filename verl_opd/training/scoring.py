@@ -1,0 +1,122 @@
+"""Per-token loss values of a micro-batch, through whichever LM head the draft has: the target's frozen one, or its own."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from verl_opd.drafts.base import OwnHead
+from verl_opd.opd.layout import Layout
+from verl_opd.opd.losses import FULL_VOCABULARY, SINGLE_TOKEN, LossSpec
+from verl_opd.targets.base import TargetFeatures
+from verl_opd.training.lm_head import label_gaps, label_logprobs, own_logprobs, own_row_divergence, row_divergence, slot_logprobs
+
+
+class Head(Protocol):
+    """`hidden` [b*N*B, h] are the draft's hidden states of all slots, flat."""
+
+    def values(self, layout: Layout, hidden: Tensor, features: TargetFeatures, spec: LossSpec) -> tuple[Tensor, Tensor]:
+        """Loss values, float32, of the response stream and of the refused stream, before clamps and weights."""
+        ...
+
+    def gaps(self, rows: Tensor, tokens: Tensor) -> Tensor:
+        """Nats [M] by which the best token of each hidden row [M, h] beats `tokens` [M]; without gradient."""
+        ...
+
+    def attached_zero(self) -> Tensor:
+        """0 that depends on every weight of the head."""
+        ...
+
+
+def slot_rows(layout: Layout, sample: Tensor, slot: Tensor) -> Tensor:
+    """Rows of the flat hidden states."""
+    return sample * (layout.anchors.shape[1] * layout.block_size) + slot
+
+
+def _target_rows(layout: Layout) -> Tensor:
+    return layout.response.sample * layout.input_ids.shape[1] + layout.response.target_row
+
+
+def _teacher_logprobs(layout: Layout, target_hidden: Tensor, head: Tensor, chunk: int) -> Tensor:
+    """The target's log-probs of the response labels; blocks may overlap, so each row is scored once (its label is always the next token)."""
+    scored, index = torch.unique(_target_rows(layout), return_inverse=True)
+    return label_logprobs(target_hidden[scored], head, layout.input_ids.flatten()[scored + 1], chunk)[index]
+
+
+class FrozenHead:
+    """The target's head: logits are computed once, and nothing but the hidden rows gets a gradient."""
+
+    def __init__(self, weight: Tensor, chunk: int) -> None:
+        self._weight, self._chunk = weight, chunk
+
+    def values(self, layout: Layout, hidden: Tensor, features: TargetFeatures, spec: LossSpec) -> tuple[Tensor, Tensor]:
+        head, chunk, clamp = self._weight, self._chunk, spec.log_prob_min_clamp
+        response, refused = layout.response, layout.refused
+        row_r, row_j = slot_rows(layout, response.sample, response.slot), slot_rows(layout, refused.sample, refused.slot)
+        target_hidden = features.last_hidden.flatten(0, 1)
+        refused_value = SINGLE_TOKEN[spec.rejected_loss]
+        if spec.response_loss in FULL_VOCABULARY:
+            divergence = FULL_VOCABULARY[spec.response_loss]
+            values = row_divergence(hidden[row_r], target_hidden[_target_rows(layout)], head, divergence, chunk)
+            used, index = torch.unique(row_j, return_inverse=True)
+            refused_s = slot_logprobs(hidden[used], head, index, refused.token, chunk)
+            return values, refused_value(refused_s, refused.teacher_logprob, clamp)
+        used, index = torch.unique(torch.cat((row_r, row_j)), return_inverse=True)
+        student = slot_logprobs(hidden[used], head, index, torch.cat((response.token, refused.token)), chunk)
+        student_r, student_j = student.split((len(row_r), len(row_j)))
+        if spec.response_loss == "cross_entropy":
+            values = -student_r
+        else:
+            teacher = _teacher_logprobs(layout, target_hidden, head, chunk)
+            values = SINGLE_TOKEN[spec.response_loss](student_r, teacher, clamp)
+        return values, refused_value(student_j, refused.teacher_logprob, clamp)
+
+    def gaps(self, rows: Tensor, tokens: Tensor) -> Tensor:
+        return label_gaps(rows, self._weight, tokens, self._chunk)
+
+    def attached_zero(self) -> Tensor:
+        return self._weight.new_zeros(())
+
+
+class TrainableHead:
+    """The draft's own head, possibly over a part of the vocabulary. Full-vocabulary losses compare with the target restricted to that part and
+    normalised again, as EAGLE-3 does; single-token losses keep the target's own probabilities."""
+
+    def __init__(self, own: OwnHead, target_head: Tensor, chunk: int) -> None:
+        self._weight, self._target_head, self._chunk = own.weight, target_head, chunk
+        vocabulary = own.vocabulary
+        self._ids = None if vocabulary is None else vocabulary.draft_ids(target_head.shape[0])
+        self._restricted = target_head if vocabulary is None else target_head[vocabulary.token_ids]
+
+    def _draft_ids(self, tokens: Tensor) -> Tensor:
+        if self._ids is None:
+            return tokens
+        ids = self._ids[tokens]
+        if bool((ids < 0).any()):
+            raise ValueError(f"token {int(tokens[ids < 0][0])} is supervised and not in the draft's vocabulary")
+        return ids
+
+    def values(self, layout: Layout, hidden: Tensor, features: TargetFeatures, spec: LossSpec) -> tuple[Tensor, Tensor]:
+        response, refused, clamp = layout.response, layout.refused, spec.log_prob_min_clamp
+        row_r, row_j = slot_rows(layout, response.sample, response.slot), slot_rows(layout, refused.sample, refused.slot)
+        target_hidden = features.last_hidden.flatten(0, 1)
+        student_j = own_logprobs(hidden[row_j], self._weight, self._draft_ids(refused.token), self._chunk)
+        if spec.response_loss in FULL_VOCABULARY:
+            teacher_rows, divergence = target_hidden[_target_rows(layout)], FULL_VOCABULARY[spec.response_loss]
+            values = own_row_divergence(hidden[row_r], self._weight, teacher_rows, self._restricted, divergence, self._chunk)
+        else:
+            student_r = own_logprobs(hidden[row_r], self._weight, self._draft_ids(response.token), self._chunk)
+            if spec.response_loss == "cross_entropy":
+                values = -student_r
+            else:
+                teacher = _teacher_logprobs(layout, target_hidden, self._target_head, self._chunk)
+                values = SINGLE_TOKEN[spec.response_loss](student_r, teacher, clamp)
+        return values, SINGLE_TOKEN[spec.rejected_loss](student_j, refused.teacher_logprob, clamp)
+
+    def gaps(self, rows: Tensor, tokens: Tensor) -> Tensor:
+        return label_gaps(rows, self._weight.detach(), self._draft_ids(tokens), self._chunk)
+
+    def attached_zero(self) -> Tensor:
+        return self._weight.float().sum() * 0.0
