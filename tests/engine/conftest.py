@@ -16,6 +16,7 @@ from transformers import AutoConfig
 from tests.tiny import MASK_TOKEN_ID
 from verl_opd.config.schema import DraftConfig
 from verl_opd.drafts import get_family
+from verl_opd.drafts.base import DraftFamily
 from verl_opd.rollout.server import EngineSettings, GenerateResult, RolloutEngine
 
 K = 3
@@ -55,16 +56,21 @@ def draft_for(target: Path, directory: Path, seed: int) -> dict[str, Any]:
 
 
 def start_engine(target: Path, directory: Path, **changes: Any) -> LiveEngine:
-    """`changes` replace fields of the settings."""
-    config = draft_for(target, directory, seed=0)
+    """With a DFlash draft; `changes` replace fields of the settings."""
+    return serve(target, directory, draft_for(target, directory, seed=0), **changes)
+
+
+def serve(target: Path, directory: Path, config: dict[str, Any], family: DraftFamily = FAMILY, **changes: Any) -> LiveEngine:
+    """An engine with the draft of `family` in `directory`."""
     settings = EngineSettings(
         target_path=str(target),
         target_dtype="float32",
         draft_path=str(directory),
-        method="dflash",
+        method=family.engine_method,
         num_speculative_tokens=K,
-        target_layer_ids=tuple(FAMILY.layer_ids(config)),
-        mask_token_id=FAMILY.mask_token_id(config),
+        target_layer_ids=tuple(family.layer_ids(config)),
+        mask_token_id=family.mask_token_id(config),
+        engine_names=family.engine_names,
         max_model_len=128,
         max_num_seqs=32,
         kv_cache_gb=1,

@@ -24,23 +24,30 @@ _BUFFERS = ("_fused_kv_weight", "_fused_kv_bias", "_k_norm_weights")
 
 @contextmanager
 def unpacked_linears() -> Iterator[None]:
-    """While active, CPU linear layers keep their plain weight instead of a prepacked copy, so that it can be loaded again later.
+    """While active, CPU linear layers and LM heads compute with their plain weight instead of a prepacked copy, so that it can be loaded again.
 
-    Uses the skip flag that vLLM's UnquantizedLinearMethod honours on CPU; elsewhere it has no effect.
+    Linear layers by the skip flag that vLLM's UnquantizedLinearMethod honours on CPU. A head keeps weight and packed copy side by side, so a load
+    into it would be read back correctly and never used.
     """
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-    inner = UnquantizedLinearMethod.process_weights_after_loading
+    linear, head = UnquantizedLinearMethod.process_weights_after_loading, UnquantizedEmbeddingMethod.process_weights_after_loading
 
-    def process(self: Any, layer: nn.Module) -> None:
+    def process_linear(self: Any, layer: nn.Module) -> None:
         layer._cpu_skip_gemm_dispatch = True  # type: ignore[assignment]
-        inner(self, layer)
+        linear(self, layer)
 
-    UnquantizedLinearMethod.process_weights_after_loading = process  # type: ignore[method-assign]
+    def process_head(self: Any, layer: nn.Module) -> None:
+        layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]
+
+    UnquantizedLinearMethod.process_weights_after_loading = process_linear  # type: ignore[method-assign]
+    UnquantizedEmbeddingMethod.process_weights_after_loading = process_head  # type: ignore[method-assign]
     try:
         yield
     finally:
-        UnquantizedLinearMethod.process_weights_after_loading = inner  # type: ignore[method-assign]
+        UnquantizedLinearMethod.process_weights_after_loading = linear  # type: ignore[method-assign]
+        UnquantizedEmbeddingMethod.process_weights_after_loading = head  # type: ignore[method-assign]
 
 
 def keep_drafts_loadable() -> None:
@@ -86,6 +93,8 @@ def live_tensors(model: nn.Module, target: nn.Module, names: Names = ()) -> dict
         name = full.removeprefix("model.")
         if id(parameter) in borrowed or name in ("mask_embedding", "draft_id_to_target_id"):
             continue
+        rows = getattr(model.get_submodule(full.rpartition(".")[0]), "org_vocab_size", None)
+        own = parameter if rows is None else parameter[:rows]  # vLLM pads vocabularies to a multiple of 64 (VocabParallelEmbedding)
         module, _, leaf = name.rpartition(".")
         if module.endswith("qkv_proj"):
             attention = model.get_submodule("model." + module.rpartition(".")[0])
@@ -96,7 +105,7 @@ def live_tensors(model: nn.Module, target: nn.Module, names: Names = ()) -> dict
             parts = zip(_GATE_UP, parameter.chunk(2), strict=True)
             tensors.update({f"{module.removesuffix('gate_up_proj')}{part}.{leaf}": value for part, value in parts})
         else:
-            tensors[name] = parameter
+            tensors[name] = own
     for prefix, public in names:
         tensors = {public + name.removeprefix(prefix) if name.startswith(prefix) else name: value for name, value in tensors.items()}
     return tensors
