@@ -1,6 +1,6 @@
 """Serves an exported draft with plain vLLM, nothing of ours attached, and prints the mean accept length that vLLM itself counted.
 
-usage: serve_plain.py TARGET DRAFT PROMPTS.jsonl
+usage: serve_plain.py TARGET DRAFT PROMPTS.jsonl METHOD
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ def main() -> None:
     os.environ.update(VLLM_USE_V2_MODEL_RUNNER="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="ERROR")
     from vllm import LLM, SamplingParams
 
-    target, draft, prompts = sys.argv[1:]
-    speculative = {"method": "dflash", "model": draft, "num_speculative_tokens": 3}
+    target, draft, prompts, method = sys.argv[1:]
+    speculative = {"method": method, "model": draft, "num_speculative_tokens": 3}
     llm = LLM(target, dtype="float32", enforce_eager=True, max_model_len=128, speculative_config=speculative, disable_log_stats=False)
     chats = [json.loads(line)["prompt"] for line in Path(prompts).read_text().splitlines()]
     llm.chat(chats, SamplingParams(temperature=0.0, max_tokens=24), use_tqdm=False)

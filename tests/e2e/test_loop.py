@@ -98,7 +98,8 @@ def test_a_killed_run_resumes_where_it_was_and_ends_as_planned(tiny_llama_dir: P
     assert {path.name for path in exported.iterdir()} == {"config.json", "model.safetensors"}
 
 
-def test_an_overfitted_draft_is_nearly_always_accepted_also_by_plain_vllm(tiny_llama_dir: Path, folder: Path):
+@pytest.mark.parametrize("family", ["dflash", "eagle3"])
+def test_an_overfitted_draft_is_nearly_always_accepted_also_by_plain_vllm(tiny_llama_dir: Path, folder: Path, family: str):
     """tau near K + 1 on one memorised prompt catches nearly every misalignment of layers, positions, labels, masks, heads and weights."""
     for name in ("train", "val"):
         write_prompts(folder / f"{name}.jsonl", ["remember this"] * 4)
@@ -114,6 +115,8 @@ def test_an_overfitted_draft_is_nearly_always_accepted_also_by_plain_vllm(tiny_l
             "warmup.anchors_per_sample=23",
             "optim.lr=1e-4",
             "draft.init_std=0.05",
+            f"draft.family={family}",
+            *(["draft.num_hidden_layers=null", "draft.mask_token_id=null"] if family == "eagle3" else []),
             "trainer.val_before_train=false",
         )
     )
@@ -122,7 +125,14 @@ def test_an_overfitted_draft_is_nearly_always_accepted_also_by_plain_vllm(tiny_l
     assert tau > 3.5, summary["results"]
 
     served = run(
-        [sys.executable, str(Path(__file__).parent / "serve_plain.py"), str(tiny_llama_dir), summary["export"], str(folder / "val.jsonl")]
+        [
+            sys.executable,
+            str(Path(__file__).parent / "serve_plain.py"),
+            str(tiny_llama_dir),
+            summary["export"],
+            str(folder / "val.jsonl"),
+            family,
+        ]
     )
     plain = json.loads(served.splitlines()[-1])["tau"]
     assert plain == pytest.approx(tau, rel=0.1), "the exported draft accepts in plain vLLM what it accepted in training"

@@ -273,3 +273,13 @@ def test_tokens_are_mapped_into_the_draft_vocabulary() -> None:
     assert head.gaps(rows, torch.tensor([2, 11, 2])).tolist() == [0.0, 0.0, 1.0]
     with pytest.raises(ValueError, match="token 5 is supervised"):
         head.gaps(rows, torch.tensor([2, 5, 2]))
+
+
+@pytest.mark.parametrize(("keys", "named"), [({"num_hidden_layers": 2}, "num_hidden_layers=2"), ({"mask_token_id": 3}, "mask_token_id=3")])
+def test_keys_that_mean_nothing_here_are_refused(keys: dict[str, int], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        FAMILY.derive_config(target_config(LlamaConfig), DraftConfig(**keys), 4)
+
+
+def test_a_target_layer_default_for_a_new_draft() -> None:
+    assert FAMILY.layer_ids(FAMILY.derive_config(target_config(LlamaConfig), DraftConfig(), 4)) == [1, 3, 4]

@@ -21,13 +21,13 @@ class TargetConfig:
 class DraftConfig:
     """The trainable draft. With `path` its config comes from there; otherwise it is derived from the target and the keys below."""
 
-    family: str = "dflash"
+    family: str = "dflash"  # dflash | eagle3
     path: str | None = None  # HF-format draft directory to start from; null = random initialisation
-    num_hidden_layers: int = 2
+    num_hidden_layers: int | None = None  # null = 2 for dflash, 1 for eagle3 (which has no other)
     block_size: int | None = None  # B: 1 anchor + B-1 proposals; null = rollout.num_speculative_tokens + 1
-    mask_token_id: int | None = None  # a real, unused embedding row; required with random initialisation
+    mask_token_id: int | None = None  # dflash: a real, unused embedding row; required with random initialisation
     target_layer_ids: list[int] | None = None  # 0-based target decoder layers whose output feeds the draft; null = evenly spread
-    num_target_features: int = 5  # how many layers to spread when target_layer_ids is null
+    num_target_features: int = 5  # dflash: how many layers to spread when target_layer_ids is null; eagle3 reads three
     intermediate_size: int | None = None  # null = the target's
     init_std: float = 0.02
     allow_block_size_mismatch: bool = False  # opt in to B != K+1

@@ -29,7 +29,7 @@ def derive_config(target: PretrainedConfig, draft: DraftConfig, num_speculative_
     if draft.mask_token_id is None:
         raise ConfigError("draft.mask_token_id is required with random initialisation: name an embedding row that text never uses")
     heads = target.num_attention_heads
-    layers = draft.num_hidden_layers
+    layers = draft.num_hidden_layers or 2
     return {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
