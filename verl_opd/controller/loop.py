@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl_opd.config.schema import Config
+from verl_opd.controller.cases import CaseLog
 from verl_opd.controller.console import Console, Phase
+from verl_opd.controller.diagnosis import Diagnosis, checklist
 from verl_opd.controller.fleet import Fleet
 from verl_opd.controller.metrics import BenchmarkResult, rollout_metrics
 from verl_opd.controller.progress import Progress, SnapshotWriter
@@ -97,7 +99,9 @@ class Loop:
     progress: Progress
     identity: dict[str, Any]
     facts: dict[str, object]  # what a diagnosis should show: layer ids, mask token and the like, as configured
+    cases: CaseLog
     proposable: frozenset[int] | None = None  # tokens of a draft vocabulary that is not the target's; labels outside it teach nothing
+    diagnosis: Diagnosis = field(default_factory=Diagnosis)
     clock: Stopwatch = field(default_factory=Stopwatch)
     queue: list[RolloutSample] = field(default_factory=list)
     saved: tuple[int, int] | None = None  # global step and number of validated stages of the newest checkpoint
@@ -138,7 +142,7 @@ class Loop:
                 self.progress.warmup_step += 1
                 with self.clock.part("update_weights"):
                     self._sync()
-                self._finish_step(bar, metrics)
+                self._finish_step(bar, metrics, samples[0])
         finally:
             self.fleet.set_drafting(True)
         self.progress.pool.clear()
@@ -187,7 +191,7 @@ class Loop:
             self.queue = []
             with self.clock.part("update_weights"):
                 self._sync()
-            self._finish_step(bar, collected, rollouts)
+            self._finish_step(bar, collected, samples[0], rollouts)
             collected, rollouts = [], 0
 
     def _opd_updates(self) -> list[StepMetrics]:
@@ -274,8 +278,8 @@ class Loop:
         snapshot = self.trainers.snapshot(self.snapshots.path, self.progress.version)
         self.progress.sync = self.fleet.sync(snapshot)
 
-    def _finish_step(self, bar: Phase, parts: list[StepMetrics], rollouts: int = 1) -> None:
-        """Validate and save when due, then log the step, of `rollouts` rollout steps, once under the raw step number."""
+    def _finish_step(self, bar: Phase, parts: list[StepMetrics], shown: RolloutSample, rollouts: int = 1) -> None:
+        """Validate and save when due, then log the step, of `rollouts` rollout steps, once under the raw step number; `shown` goes to cases.log."""
         step, trainer = self.progress.global_step, self.cfg.trainer
         extra: dict[str, float] = {}
         if self.progress.opd_step and due(trainer.test_freq, self.progress.opd_step, rollouts):
@@ -303,7 +307,12 @@ class Loop:
         if "perf/total_num_tokens" in metrics:
             metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / metrics["timing_s/step"]
         self.trackers.log(step, metrics)
+        self.cases.write(step, shown)
         bar.advance(metrics)
+        if self.progress.opd_step:
+            facts = {**self.facts, "checksum in engine": report.checksum}
+            for symptom in self.diagnosis.look(metrics):
+                self.console.say(checklist(symptom, metrics, facts))
 
     def _validate(self) -> list[BenchmarkResult]:
         with self.clock.part("testing"):

@@ -47,6 +47,9 @@ def rollout_metrics(samples: Sequence[RolloutSample], max_response_length: int) 
     acceptance = Acceptance.of([sample.trace for sample in samples])
     if acceptance.verify_steps:
         metrics.add_mean("opd/rollout/accept_length/mean", acceptance.committed, acceptance.verify_steps)
+        metrics.add_mean("rollout/accept_length/accepted_only", sum(acceptance.by_position), acceptance.verify_steps)
+        responded = sum(len(sample.response_ids) for sample in samples if sample.trace.steps)
+        metrics.add_mean("rollout/accept_length/response_tokens", responded, acceptance.verify_steps)
         metrics.add_mean("rollout/spec_accept_rate", sum(acceptance.by_position), acceptance.drafted)
         for position, hits in enumerate(acceptance.by_position, start=1):
             metrics.add_mean(f"rollout/accept_rate_pos_{position}", hits, acceptance.verify_steps)

@@ -72,7 +72,12 @@ def start_ray(cfg: Config) -> None:
         ray.init(address=address, **quiet)
         return
     cpus = cfg.ray.num_cpus or max(len(available_cores()), cfg.trainer.n_student_workers)
-    ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
+    options = {"address": "local", "num_cpus": cpus, "include_dashboard": False, **quiet}
+    try:
+        ray.init(**options)
+    except Exception:  # a raylet gets 30 s to come up (ray._private.node), which a busy machine may exceed once
+        ray.shutdown()
+        ray.init(**options)
 
 
 def place(cfg: Config, device: Device, timeout: float = 60.0) -> Placement:

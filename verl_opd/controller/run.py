@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +16,7 @@ import torch
 
 from verl_opd.config.load import to_yaml
 from verl_opd.config.schema import Config
+from verl_opd.controller.cases import CaseLog
 from verl_opd.controller.console import Console
 from verl_opd.controller.fleet import Fleet
 from verl_opd.controller.loop import Loop
@@ -51,6 +52,7 @@ class Plan:
     train_report: DataReport
     benchmarks: dict[str, list[Prompt]]
     vocabulary: Vocabulary | None
+    decode: Callable[[Sequence[int]], str]
 
     @property
     def token_map(self) -> str | None:
@@ -82,6 +84,7 @@ class Plan:
             "block_size": family.block_size(config, self.cfg.rollout.num_speculative_tokens),
             "num_speculative_tokens": self.cfg.rollout.num_speculative_tokens,
             "convention": self.cfg.opd.convention,
+            "LM head": "the draft's own" if family.has_own_head else "the target's",
             "template": self.cfg.data.apply_chat_template_kwargs or "defaults",
         }
 
@@ -123,7 +126,7 @@ def prepare(cfg: Config) -> Plan:
     train, report = load(data.train_files, max_samples=data.max_samples)
     benchmarks = {name: load([path], max_samples=data.val_max_samples)[0] for name, path in data.val_files.items()}
     vocabulary = family.vocabulary(draft_config, cfg.draft.path)
-    return Plan(cfg, device, draft_config, train, report, benchmarks, vocabulary)
+    return Plan(cfg, device, draft_config, train, report, benchmarks, vocabulary, lambda ids: str(tokenizer.decode(list(ids))))
 
 
 def engine_settings(plan: Plan, placement: Placement, draft_path: Path, logs: Path) -> list[EngineSettings]:
@@ -230,6 +233,7 @@ def train(cfg: Config, argv: list[str]) -> None:
                 progress,
                 plan.identity,
                 plan.facts,
+                CaseLog(run.logs / "cases.log", plan.decode),
                 None if plan.vocabulary is None else frozenset(plan.vocabulary.token_ids.tolist()),
             )
             try:

@@ -38,11 +38,12 @@ class OwnHead:
 
 class DraftFamily(Protocol):
     """name: value of draft.family. engine_method: vLLM's speculative_config["method"]. engine_names: (prefix of a parameter in vLLM's draft
-    module, after its leading "model.", public prefix) where the two differ."""
+    module, after its leading "model.", public prefix) where the two differ. has_own_head: whether drafts bring an LM head instead of borrowing the target's."""
 
     name: str
     engine_method: str
     engine_names: tuple[tuple[str, str], ...]
+    has_own_head: bool
 
     def derive_config(self, target: PretrainedConfig, draft: DraftConfig, num_speculative_tokens: int) -> dict[str, Any]:
         """config.json of a new draft for `target`."""

@@ -23,6 +23,7 @@ class DFlash:
     name = "dflash"
     engine_method = "dflash"
     engine_names = ()
+    has_own_head = False
 
     def derive_config(self, target: PretrainedConfig, draft: DraftConfig, num_speculative_tokens: int) -> dict[str, Any]:
         return dflash_config.derive_config(target, draft, num_speculative_tokens)

@@ -25,6 +25,7 @@ class Eagle3:
     name = "eagle3"
     engine_method = "eagle3"
     engine_names = (("layers.0.", "midlayer."),)
+    has_own_head = True
 
     def derive_config(self, target: PretrainedConfig, draft: DraftConfig, num_speculative_tokens: int) -> dict[str, Any]:
         return eagle3_config.derive_config(target, draft)

@@ -1,0 +1,39 @@
+"""cases.log: responses as the engine wrote them, with what the draft guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from verl_opd.opd.trace import RolloutSample
+
+Decode = Callable[[Sequence[int]], str]
+
+
+def marked(sample: RolloutSample, decode: Decode) -> str:
+    """The response with `[{accepted}refused]` for every verify step: the proposals, those that were accepted in braces.
+
+    What stands outside brackets (the prefill token, corrections, bonus tokens, draft-free tokens) and inside braces is the response. An accepted
+    proposal past the response's end (EOS inside a block) is left out.
+    """
+    ids = sample.response_ids
+    pieces, position = [], 0
+    for step in sample.trace.steps:
+        known = ids[position : step.anchor + 1]
+        accepted = min(step.accepted, step.committed)
+        pieces.append(f"{decode(known)}[{{{decode(step.drafted[:accepted])}}}{decode(step.refused)}]")
+        position = step.anchor + 1 + accepted
+    return "".join(pieces) + decode(ids[position:])
+
+
+class CaseLog:
+    """Appends one sample a step to `path`."""
+
+    def __init__(self, path: Path, decode: Decode) -> None:
+        self._path, self._decode = path, decode
+
+    def write(self, step: int, sample: RolloutSample) -> None:
+        tau = "" if not sample.trace.steps else f", {len(sample.trace.steps)} verify steps"
+        header = f"== step {step}, sample {sample.sample_id}, draft version {sample.draft_version}, {len(sample.response_ids)} tokens{tau}"
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(f"{header}\n{self._decode(sample.prompt_ids)}\n--\n{marked(sample, self._decode)}\n\n")
