@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs import undocumented
 from tests.e2e.conftest import ROOT, command, environment, metrics_of, run, write_prompts
 from verl_opd.config.schema import OptimConfig
 from verl_opd.training.optim import lr_at
@@ -88,6 +89,9 @@ def test_a_killed_run_resumes_where_it_was_and_ends_as_planned(tiny_llama_dir: P
     assert final["progress"]["results"]["before"] == saved["progress"]["results"]["before"]
     stages = [row for row in metrics_of(folder) if "test_rollout/tiny/vllm_spec_accept_length" in row]
     assert len(stages) == 3, "no evaluation ran twice"
+
+    assert undocumented({name for row in metrics_of(folder) for name in row} - {"step", "time"}) == set()
+    assert "== step 4, sample" in (folder / "run" / "logs" / "cases.log").read_text()
 
     summary = json.loads((folder / "run" / "summary.json").read_text())
     assert "vllm serve" in summary["serve"]

@@ -1,0 +1,24 @@
+"""docs/metrics.md defines every metric that the code logs."""
+
+from __future__ import annotations
+
+from tests.docs import documented, undocumented
+from tests.rollouts import make_sample, worked_sample
+from verl_opd.controller.metrics import BenchmarkResult, rollout_metrics
+from verl_opd.opd.plan import plan_counts, plan_opd
+
+
+def test_names_are_read_from_the_tables() -> None:
+    assert len(documented()) > 60
+    assert (
+        undocumented(["response_length/max", "rollout/accept_rate_pos_12", "test_rollout/mbpp/truncated_share", "timing_s/step"]) == set()
+    )
+    assert undocumented(["rollout/accept_rate_pos_", "made/up", "test_rollout/a/b/truncated_share"]) != set()
+
+
+def test_rollout_validation_and_plan_metrics_are_defined() -> None:
+    samples = [worked_sample(), make_sample([], (10, 11)), make_sample([(0, [], [])], (10, 11))]
+    names = set(rollout_metrics(samples, 8).finish()) | set(BenchmarkResult.of("mbpp", samples).metrics())
+    for sample in samples:
+        names |= set(plan_counts(plan_opd(sample, block_size=4), sample).finish())
+    assert undocumented(names) == set()
