@@ -72,7 +72,7 @@ def keep_drafts_loadable() -> None:
 
 def draft_model(runner: Any) -> nn.Module:
     """The live drafter's model; RuntimeError when the engine runs without speculation."""
-    drafter = getattr(runner, "drafter", None)
+    drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)  # V1, V2
     model = getattr(drafter, "model", None)
     if model is None:
         raise RuntimeError("the engine has no drafter: it was started without a speculative_config")

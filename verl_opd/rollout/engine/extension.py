@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 from verl_opd.drafts.snapshot import checksum
 from verl_opd.rollout.engine.draft_loader import DraftLoader, draft_model, keep_drafts_loadable, target_checksum
 from verl_opd.rollout.engine.recorder import VerifyRecorder
-from verl_opd.rollout.engine.seams import DraftingSwitch, attach_recorder
+from verl_opd.rollout.engine.seams import attach
 
 
 class OpdWorkerExtension:
@@ -35,8 +36,8 @@ class OpdWorkerExtension:
             if hasattr(self, "opd_recorder"):
                 return {"failure": "", "seam": "attached before", **_drafter_facts(runner)}
             facts = _drafter_facts(runner)
-            recorder, switch = VerifyRecorder(runner.requests.__contains__), DraftingSwitch(runner)
-            seam = attach_recorder(runner, recorder, switch)
+            recorder = VerifyRecorder(_live_requests(runner))
+            seam, switch = attach(runner, recorder)
             self.opd_recorder, self.opd_switch, self.opd_loader = recorder, switch, DraftLoader(runner, engine_names)
             return {"failure": "", "seam": seam, **facts}
         except Exception as error:  # reported by the probe, which stops the run with it
@@ -74,7 +75,7 @@ class OpdWorkerExtension:
 def _drafter_facts(runner: Any) -> dict[str, Any]:
     """What the engine will really draft with, read from live objects rather than from what we asked for."""
     model = draft_model(runner)
-    drafter = runner.drafter
+    drafter = runner.drafter if hasattr(runner, "drafter") else runner.speculator
     target = runner.get_model()
     core = getattr(target, "model", target)
     aux = getattr(core, "aux_hidden_state_layers", ())
@@ -90,6 +91,11 @@ def _drafter_facts(runner: Any) -> dict[str, Any]:
         "runner_class": type(runner).__name__,
         "async_scheduling": bool(getattr(runner, "use_async_scheduling", False)),
     }
+
+
+def _live_requests(runner: Any) -> Callable[[str], bool]:
+    """Whether the engine still holds a request: V1 keeps `requests`, V2 `req_states.req_id_to_index`."""
+    return lambda name: name in (runner.requests if hasattr(runner, "requests") else runner.req_states.req_id_to_index)
 
 
 def _token_map(model: Any) -> str | None:

@@ -85,7 +85,7 @@ class VerifyRecorder:
 
     A request's first sampled token comes from prefill and is no event; every later step is one: (accepted, drafted ids, target log-probs of the
     refused ones), or (0, [], []) when nothing was drafted. Placeholders verified in place of proposals teach nothing: every token that such a step
-    commits is a draft-free event. Counters say what was seen and what failed.
+    commits is a draft-free event; a slot that holds -1 was never proposed. Counters say what was seen and what failed.
 
     is_live: whether the engine still holds the request of an internal id. Traces of requests that ended and that nobody collects (HTTP
     requests) are dropped after a minute.
@@ -133,7 +133,7 @@ class VerifyRecorder:
                 continue
             request.touched = time.monotonic()
             accepted = accepted_count(packed[row * width : (row + 1) * width], drafts)
-            if not step.from_draft:
+            if not step.from_draft or -1 in drafts:
                 request.steps.extend(_Step(0, [], None) for _ in range(accepted + 1))
                 self.counts["draft_free_rows"] += 1
                 continue
