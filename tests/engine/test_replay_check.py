@@ -83,8 +83,8 @@ def swapped_head(live: LiveEngine, patch: pytest.MonkeyPatch, tmp_path: Path) ->
 def anchor_sees_itself(live: LiveEngine, patch: pytest.MonkeyPatch, tmp_path: Path) -> DraftTrainer:
     strict = dflash_family.visibility
 
-    def not_strict(layout: Layout, context_len: int) -> Tensor:
-        return strict(replace(layout, anchors=layout.anchors + 1), context_len)
+    def not_strict(layout: Layout, context_len: int, *kind: Any) -> Tensor:
+        return strict(replace(layout, anchors=layout.anchors + 1), context_len, *kind)
 
     patch.setattr(dflash_family, "visibility", not_strict)
     return trainer_for(live)

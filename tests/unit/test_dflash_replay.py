@@ -81,6 +81,29 @@ def test_visibility_by_hand() -> None:
     assert mask == [[at_1, at_1, at_3, at_3], [at_2, at_2, padded, padded]]
 
 
+def test_window_and_causality_by_hand() -> None:
+    """One block of 3 at position 4 over four context positions: slots at 4, 5, 6."""
+    layout = make_layout([9], [[4]], block=3)
+    windowed = visibility(layout, 4, window=3)[0, 0].int().tolist()
+    assert [row[:4] for row in windowed] == [[0, 0, 1, 1], [0, 0, 0, 1], [0, 0, 0, 0]]  # at most 2 positions behind the slot
+    assert [row[4:] for row in windowed] == [[1, 1, 1]] * 3
+    causal = visibility(layout, 4, causal=True)[0, 0].int().tolist()
+    assert [row[:4] for row in causal] == [[1, 1, 1, 1]] * 3
+    assert [row[4:] for row in causal] == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+
+
+@pytest.mark.parametrize(("causal", "sees_later"), [(False, True), (True, False)])
+def test_a_slot_sees_later_slots_of_its_block_unless_causal(causal: bool, sees_later: bool) -> None:
+    """K6: slot 1 sees slot 3 in DFlash, not in a causal draft."""
+    config = draft_config()
+    config["dflash_config"]["causal"] = causal
+    draft, layout = build_draft(config), make_layout([12], [[5]])
+    features, slots = random_inputs(layout)
+    changed = slots.clone()
+    changed[0, 0, 3] += 1
+    assert torch.equal(_replay(draft, features, slots, layout)[0, 0, 1], _replay(draft, features, changed, layout)[0, 0, 1]) != sees_later
+
+
 def test_a_padded_block_sees_no_context_whatever_its_anchor() -> None:
     layout = make_layout([6], [[4]], block=2)
     padded = replace(layout, block_keep=torch.tensor([[False]]))

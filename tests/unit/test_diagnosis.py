@@ -41,6 +41,13 @@ def test_a_useless_draft_is_said_after_five_steps_in_a_row() -> None:
     assert [diagnosis.look(useless) for _ in range(5)] == [[], [], [], [], ["useless_draft"]]
 
 
+def test_skipping_every_update_is_said_after_five_steps_in_a_row() -> None:
+    diagnosis, skipped = Diagnosis(), {"actor/updates": 16.0, "actor/skipped_steps": 16.0}
+    assert [diagnosis.look(skipped) for _ in range(4)] == [[]] * 4
+    assert diagnosis.look({"actor/updates": 16.0, "actor/skipped_steps": 15.0}) == []
+    assert [diagnosis.look(skipped) for _ in range(5)][-1] == ["all_skipped"]
+
+
 def test_a_step_without_measurements_is_no_symptom() -> None:
     assert Diagnosis().look({}) == []
 

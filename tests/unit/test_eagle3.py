@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from tests.drafts import HIDDEN, VOCAB, make_layout, target_config
+from tests.rollouts import worked_sample
 from verl_opd.config.schema import DraftConfig
 from verl_opd.drafts import get_family
 from verl_opd.drafts.base import OwnHead, Vocabulary
 from verl_opd.drafts.files import write_draft
 from verl_opd.errors import ConfigError
 from verl_opd.opd.losses import FULL_VOCABULARY
+from verl_opd.opd.plan import plan_opd
 from verl_opd.training.lm_head import own_logprobs, own_row_divergence
 from verl_opd.training.scoring import TrainableHead
 
@@ -150,6 +152,28 @@ def test_padded_blocks_and_empty_contexts_stay_finite() -> None:
         FAMILY.replay(draft, torch.zeros(1, 1, 3 * HIDDEN), (torch.zeros(1, 1, HIDDEN), torch.ones(1, 1, BLOCK - 1, HIDDEN)), first)
 
 
+def test_gradient_checkpointing_changes_nothing() -> None:
+    layout, features, inputs = problem()
+    gradients = []
+    for checkpointing in (False, True):
+        draft = eagle_draft().train()
+        draft.gradient_checkpointing = checkpointing
+        FAMILY.replay(draft, features, inputs, layout).square().sum().backward()
+        gradients.append({name: p.grad for name, p in draft.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, atol=0, rtol=0)
+
+
+def test_labels_of_a_drafted_chain_end_with_the_correction() -> None:
+    """Behind the first refused proposal the chain has read other tokens than the response holds: its next token is no label there."""
+    plan = plan_opd(worked_sample(), block_size=4, response_span="block", chained=True)
+    supervised = [(plan.anchors[b], o) for b, o in zip(plan.response_block, plan.response_offset, strict=True)]
+    assert supervised == [(0, 1), (0, 2), (2, 1), (2, 2), (2, 3), (6, 1)]
+    assert FAMILY.chained
+    assert not get_family("dflash").chained
+
+
 # -- config and files --------------------------------------------------------------------------------------------------------------------
 
 
@@ -231,10 +255,21 @@ def test_token_maps_survive_save_and_load(tmp_path: Path) -> None:
         FAMILY.vocabulary(config, None)
 
 
+def test_an_embedding_of_its_own_is_refused_and_the_targets_is_not(tmp_path: Path) -> None:
+    draft, table = eagle_draft(), torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(9)).bfloat16().float()
+    for name, brought in (("same", table), ("other", table.roll(1, dims=0))):
+        write_draft({**draft.state_dict(), "embed_tokens.weight": brought}, eagle_config(), tmp_path / name)
+    FAMILY.load_weights(eagle_draft(), str(tmp_path / "same"), lambda ids: table[ids])
+    with pytest.raises(ConfigError, match=r"embed_tokens\.weight differs"):
+        FAMILY.load_weights(eagle_draft(), str(tmp_path / "other"), lambda ids: table[ids])
+
+
 def test_a_pruned_head_without_its_map_is_refused(tmp_path: Path) -> None:
     state = pruned_draft().state_dict()
     del state["d2t"]
     write_draft(state, eagle_config(draft_vocab_size=len(PROPOSABLE)), tmp_path / "draft")
+    with pytest.raises(ConfigError, match="d2t, which is missing"):
+        FAMILY.vocabulary(eagle_config(draft_vocab_size=len(PROPOSABLE)), str(tmp_path / "draft"))
     with pytest.raises(ConfigError, match="missing d2t"):
         FAMILY.load_weights(eagle_draft(draft_vocab_size=len(PROPOSABLE)), str(tmp_path / "draft"))
 
@@ -275,7 +310,10 @@ def test_tokens_are_mapped_into_the_draft_vocabulary() -> None:
         head.gaps(rows, torch.tensor([2, 5, 2]))
 
 
-@pytest.mark.parametrize(("keys", "named"), [({"num_hidden_layers": 2}, "num_hidden_layers=2"), ({"mask_token_id": 3}, "mask_token_id=3")])
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [({"num_hidden_layers": 2}, "num_hidden_layers=2"), ({"mask_token_id": 3}, "mask_token_id=3"), ({"block_size": 5}, "block_size=5")],
+)
 def test_keys_that_mean_nothing_here_are_refused(keys: dict[str, int], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         FAMILY.derive_config(target_config(LlamaConfig), DraftConfig(**keys), 4)

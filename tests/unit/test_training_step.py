@@ -147,7 +147,7 @@ def plain_loss(draft: torch.nn.Module, target: torch.nn.Module, items: list[Trai
         with torch.no_grad():
             output = target(ids, output_hidden_states=True)
         aux = torch.cat([output.hidden_states[i + 1] for i in layer_ids], -1)
-        log_p = torch.log_softmax(output.logits[0].double(), -1)
+        log_p = torch.log_softmax(output.logits[0].double() / spec.teacher_temperature, -1)
         plan, log_q = item.plan, []
         for anchor in plan.anchors:
             full = len(item.prompt_ids) + anchor
@@ -178,9 +178,16 @@ def plain_loss(draft: torch.nn.Module, target: torch.nn.Module, items: list[Trai
     return total / weights
 
 
-@pytest.mark.parametrize("response_loss", ["forward_kl", "full_forward_kl", "cross_entropy", "tv", "k2"])
-def test_an_update_has_the_gradient_of_the_plain_loss(models: Path, one_rank: None, response_loss: str) -> None:
-    spec = replace(SPEC, response_loss=response_loss, loss_max_clamp=None, log_prob_min_clamp=None)
+@pytest.mark.parametrize(
+    ("response_loss", "temperature"),
+    [
+        *((name, 1.0) for name in ("forward_kl", "full_forward_kl", "cross_entropy", "tv", "k2")),
+        ("forward_kl", 0.6),
+        ("full_forward_kl", 0.6),
+    ],
+)
+def test_an_update_has_the_gradient_of_the_plain_loss(models: Path, one_rank: None, response_loss: str, temperature: float) -> None:
+    spec = replace(SPEC, response_loss=response_loss, loss_max_clamp=None, log_prob_min_clamp=None, teacher_temperature=temperature)
     target = AutoModelForCausalLM.from_pretrained(models / "target", dtype=torch.float32)
     draft = FAMILY.build(draft_config(BLOCK), seed=0, init_std=0.02)
     FAMILY.load_weights(draft, str(models / "draft"))
@@ -232,6 +239,7 @@ def test_nothing_supervised_anywhere_skips_the_step(sharded: list[dict[str, Any]
     for metrics, before, after in (rank["nothing"] for rank in sharded):
         assert all(torch.equal(before[name], after[name]) for name in before)
         assert "actor/distillation/forward_kl_loss" not in metrics.finish()
+        assert metrics.finish()["actor/distillation/loss"] == 0
     assert reduce_metrics([rank["nothing"][0] for rank in sharded])["actor/skipped_steps"] == 1
 
 

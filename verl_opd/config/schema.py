@@ -13,7 +13,9 @@ class TargetConfig:
     """The frozen target LLM."""
 
     path: str = MISSING  # HF directory (or hub id where a hub is reachable)
-    dtype: str = "bfloat16"  # bfloat16 | float32 | float16, for the trainer's copy and the engine's
+    dtype: str = (
+        "bfloat16"  # bfloat16 | float32, for the trainer's copy and the engine's (drafts travel in bf16, which float16 would round)
+    )
     trust_remote_code: bool = False
 
 
@@ -158,7 +160,7 @@ class TrainerConfig:
     warmup_steps: int = 0  # rollout steps of whole-block warm-up before OPD starts
     test_freq: int = -1  # validate every N OPD steps; -1 = only before / after warm-up / after OPD
     val_before_train: bool = True
-    save_freq: int = -1  # checkpoint every N steps; -1 = only at the end
+    save_freq: int = 50  # checkpoint every N steps; -1 = only after warm-up, validations and at the end
     keep_last: int = 2
     resume_mode: str = "auto"  # auto | disable | path
     resume_from_path: str | None = None

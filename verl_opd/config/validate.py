@@ -15,7 +15,7 @@ from verl_opd.errors import ConfigError
 from verl_opd.opd.names import CONVENTIONS, REJECTED_LOSSES, RESPONSE_LOSSES, RESPONSE_SPANS
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "target.dtype": ("bfloat16", "float32", "float16"),
+    "target.dtype": ("bfloat16", "float32"),
     "rollout.agent.loop": ("single_turn",),
     "opd.convention": CONVENTIONS,
     "opd.response_span": RESPONSE_SPANS,

@@ -35,8 +35,9 @@ def run(cfg: Config, argv: list[str]) -> None:
     directory = RunDir(cfg.trainer.run_dir)
     directory.open(plan.identity, resume=True)
     directory.describe(to_yaml(cfg), argv)
-    with running(plan, directory, console, None) as (_, trainers, fleet):
-        results = {**_recorder(plan, fleet, console), **_push(directory, trainers, fleet)}
+    with running(plan, directory, console, None) as (placement, trainers, fleet):
+        writer = SnapshotWriter(directory.root, placement.on_this_node, 2 * trainers.draft_parameters)
+        results = {**_recorder(plan, fleet, console), **_push(writer, trainers, fleet)}
     console.table("bench", ["measure", "value"], [[name, f"{value:.4g}"] for name, value in results.items()])
     write_atomic(directory.root / "bench.json", json.dumps(results, indent=2))
 
@@ -85,8 +86,7 @@ def _generate(plan: Plan, fleet: Fleet, prompts: list[Prompt], recording: bool) 
     return sum(tokens), time.monotonic() - started
 
 
-def _push(directory: RunDir, trainers: Trainers, fleet: Fleet) -> dict[str, float]:
-    writer = SnapshotWriter(directory.root, 1)
+def _push(writer: SnapshotWriter, trainers: Trainers, fleet: Fleet) -> dict[str, float]:
     try:
         seconds = []
         for version in range(PUSHES):

@@ -40,6 +40,14 @@ SYMPTOMS: dict[str, Symptom] = {
         "the loss is exactly 0",
         ("nothing was supervised: opd_effective_token_ratio, opd.*_stream_weight", "no verify step was recorded", _STALE),
     ),
+    "all_skipped": Symptom(
+        f"every update of {_PATIENCE} OPD steps was skipped: loss or gradient are not finite, or nothing was supervised",
+        (
+            "refused log-probs or target logits that are not finite: weights damaged by sleep, or an overflow in target.dtype",
+            "opd_effective_token_ratio 0: no verify step was recorded, or weights of both streams leave nothing",
+            "too high a learning rate has driven the draft out of range: restart from the last good checkpoint",
+        ),
+    ),
     "all_clipped": Symptom(
         "every response runs to data.max_response_length",
         (
@@ -58,13 +66,17 @@ class Diagnosis:
 
     reported: set[str] = field(default_factory=set)
     useless: int = 0
+    skipped: int = 0
 
     def look(self, metrics: Mapping[str, float]) -> list[str]:
         """Names of symptoms that show now for the first time."""
         tau = metrics.get("opd/rollout/accept_length/mean")
         if tau is not None:
             self.useless = self.useless + 1 if tau < _USELESS_TAU else 0
+        if updates := metrics.get("actor/updates"):
+            self.skipped = self.skipped + 1 if metrics.get("actor/skipped_steps") == updates else 0
         showing = {
+            "all_skipped": self.skipped >= _PATIENCE,
             "useless_draft": self.useless >= _PATIENCE,
             "no_verify_steps": metrics.get("opd/rollout/empty_reject_ratio") == 1,
             "zero_loss": metrics.get("actor/distillation/loss") == 0,

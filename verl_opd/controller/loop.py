@@ -19,6 +19,7 @@ from verl_opd.controller.trackers import Trackers
 from verl_opd.controller.trainers import Trainers
 from verl_opd.controller.validate import Benchmarks
 from verl_opd.data.loader import PromptLoader
+from verl_opd.drafts import get_family
 from verl_opd.errors import ReplayError
 from verl_opd.opd.losses import LossSpec, stream_totals
 from verl_opd.opd.metrics import StepMetrics, reduce_metrics
@@ -42,6 +43,7 @@ def opd_loss_spec(cfg: Config) -> LossSpec:
         loss_max_clamp=opd.loss_max_clamp,
         log_prob_min_clamp=opd.log_prob_min_clamp,
         convention=opd.convention,
+        teacher_temperature=cfg.rollout.temperature or 1.0,
     )
 
 
@@ -130,21 +132,19 @@ class Loop:
     def _warmup(self, bar: Phase) -> None:
         """Roll target text out without drafting where the engine can, and train whole blocks on all text so far."""
         self.fleet.set_drafting(False)
-        try:
-            while self.progress.warmup_step < self.cfg.trainer.warmup_steps:
-                samples = self._rollout()
-                self.progress.pool.extend(samples)
-                metrics = [rollout_metrics(samples, self.cfg.data.max_response_length)]
-                self.fleet.sleep()
-                with self.clock.part("update_actor"):
-                    for index in range(self.cfg.warmup.updates_per_step):
-                        metrics.extend(self._warmup_update(index))
-                self.progress.warmup_step += 1
-                with self.clock.part("update_weights"):
-                    self._sync()
-                self._finish_step(bar, metrics, samples[0])
-        finally:
-            self.fleet.set_drafting(True)
+        while self.progress.warmup_step < self.cfg.trainer.warmup_steps:
+            samples = self._rollout()
+            self.progress.pool.extend(samples)
+            metrics = [rollout_metrics(samples, self.cfg.data.max_response_length)]
+            self.fleet.sleep()
+            with self.clock.part("update_actor"):
+                for index in range(self.cfg.warmup.updates_per_step):
+                    metrics.extend(self._warmup_update(index))
+            self.progress.warmup_step += 1
+            with self.clock.part("update_weights"):
+                self._sync()
+            self._finish_step(bar, metrics, samples[0])
+        self.fleet.set_drafting(True)
         self.progress.pool.clear()
 
     def _warmup_update(self, index: int) -> list[StepMetrics]:
@@ -223,6 +223,7 @@ class Loop:
             random_anchor_seed=self.cfg.trainer.seed if opd.random_anchors else None,
             rejected_first_only=opd.rejected_first_only,
             max_rejected_tokens=opd.max_rejected_tokens,
+            chained=get_family(self.cfg.draft.family).chained,
         )
         return restrict_labels(plan, self.proposable)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +37,11 @@ class Placement:
     device: Device
     slots: list[Slot]
     actors: list[Any] = field(default_factory=list)
+
+    @property
+    def on_this_node(self) -> bool:
+        """Whether every student worker shares the driver's node."""
+        return {slot.node_ip for slot in self.slots} == {ray.util.get_node_ip_address()}
 
     def actor_options(self, index: int) -> dict[str, Any]:
         """Options for one of the two actors (trainer rank, rollout server) that share bundle `index`."""
@@ -75,7 +81,10 @@ def start_ray(cfg: Config) -> None:
     options = {"address": "local", "num_cpus": cpus, "include_dashboard": False, **quiet}
     try:
         ray.init(**options)
-    except Exception:  # a raylet gets 30 s to come up (ray._private.node), which a busy machine may exceed once
+    except Exception as error:  # Ray's own type for this one; a raylet gets 30 s (ray._private.node), which a busy machine may exceed once
+        if "timed out during startup" not in str(error):
+            raise
+        print("Ray did not come up in its 30 s; trying once more", file=sys.stderr)
         ray.shutdown()
         ray.init(**options)
 
@@ -100,7 +109,18 @@ def place(cfg: Config, device: Device, timeout: float = 60.0) -> Placement:
         raise ConfigError(
             f"Ray could not reserve {workers} bundles of {bundle} in {timeout:.0f} s: other jobs hold the cluster's resources"
         )
-    return Placement(group, device, _slots(group, workers))
+    try:
+        slots = _slots(group, workers)
+    except BaseException:
+        remove_placement_group(group)
+        ray.shutdown()
+        raise
+    nodes = len({slot.node_ip for slot in slots})
+    if cfg.trainer.nnodes > 1 and nodes != cfg.trainer.nnodes:
+        remove_placement_group(group)
+        ray.shutdown()
+        raise ConfigError(f"trainer.nnodes={cfg.trainer.nnodes}, but Ray placed the student workers on {nodes} node(s): correct the number")
+    return Placement(group, device, slots)
 
 
 def _slots(group: PlacementGroup, workers: int) -> list[Slot]:

@@ -53,11 +53,13 @@ class Progress:
 
 
 class SnapshotWriter:
-    """The file through which trainer and engines exchange the draft: shared memory on one node, the run directory across nodes."""
+    """The file through which trainer and engines exchange the draft: shared memory when all of them run on this node and it has room for two
+    drafts (containers often have 64 MB), else the run directory, which all nodes share."""
 
-    def __init__(self, run_dir: Path, nodes: int) -> None:
+    def __init__(self, run_dir: Path, one_node: bool, draft_bytes: int) -> None:
         shared = Path("/dev/shm")
-        parent = shared if nodes == 1 and shared.is_dir() else run_dir
+        roomy = shared.is_dir() and shutil.disk_usage(shared).free > 2 * draft_bytes
+        parent = shared if one_node and roomy else run_dir
         self._folder = Path(tempfile.mkdtemp(prefix="verl-opd-draft-", dir=parent))
         self.path = self._folder / "draft.safetensors"
 

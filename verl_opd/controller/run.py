@@ -216,7 +216,7 @@ def train(cfg: Config, argv: list[str]) -> None:
     trackers = Trackers(cfg.trainer.logger, run.root, cfg.trainer.project_name, cfg.trainer.experiment_name, {"config": to_yaml(cfg)})
     try:
         with running(plan, run, console, checkpoint) as (placement, trainers, fleet):
-            snapshots = SnapshotWriter(run.root, len({slot.node_ip for slot in placement.slots}))
+            snapshots = SnapshotWriter(run.root, placement.on_this_node, 2 * trainers.draft_parameters)
             block_size = get_family(cfg.draft.family).block_size(plan.draft_config, cfg.rollout.num_speculative_tokens)
             loop = Loop(
                 cfg,

@@ -12,6 +12,7 @@ import ray
 from verl_opd.config.schema import Config
 from verl_opd.controller.placement import Placement
 from verl_opd.drafts.snapshot import DraftSnapshot
+from verl_opd.errors import ConfigError
 from verl_opd.opd.layout import cost
 from verl_opd.opd.losses import LossSpec, StreamTotals
 from verl_opd.opd.metrics import StepMetrics
@@ -46,7 +47,12 @@ class Trainers:
 
     def init(self) -> list[dict[str, Any]]:
         """Build models and optimiser on every rank; per-rank facts (parameter counts, dtypes)."""
-        reports: list[dict[str, Any]] = self._all("init")
+        try:
+            reports: list[dict[str, Any]] = self._all("init")
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, ConfigError):  # a draft or target that does not load: the user's to fix, without a remote traceback
+                raise error.cause from None
+            raise
         self.draft_parameters: int = reports[0]["draft_parameters"]
         return reports
 

@@ -38,12 +38,14 @@ class OwnHead:
 
 class DraftFamily(Protocol):
     """name: value of draft.family. engine_method: vLLM's speculative_config["method"]. engine_names: (prefix of a parameter in vLLM's draft
-    module, after its leading "model.", public prefix) where the two differ. has_own_head: whether drafts bring an LM head instead of borrowing the target's."""
+    module, after its leading "model.", public prefix) where the two differ. has_own_head: whether drafts bring an LM head instead of borrowing the target's.
+    chained: whether a proposal is drafted from the one before it, so that a slot after a refused one has seen the refused token."""
 
     name: str
     engine_method: str
     engine_names: tuple[tuple[str, str], ...]
     has_own_head: bool
+    chained: bool
 
     def derive_config(self, target: PretrainedConfig, draft: DraftConfig, num_speculative_tokens: int) -> dict[str, Any]:
         """config.json of a new draft for `target`."""
@@ -73,8 +75,9 @@ class DraftFamily(Protocol):
         """The draft with random float32 weights; its state_dict names are the public checkpoint names."""
         ...
 
-    def load_weights(self, draft: nn.Module, path: str) -> None:
-        """Load the draft directory `path` into `draft`; ConfigError lists missing, unexpected and misshapen tensors."""
+    def load_weights(self, draft: nn.Module, path: str, embed: Callable[[Tensor], Tensor] | None = None) -> None:
+        """Load the draft directory `path` into `draft`; ConfigError lists missing, unexpected and misshapen tensors, and names an embedding in
+        the file that is not the target's (`embed`: token ids [...] -> [..., h])."""
         ...
 
     def shard_units(self, draft: nn.Module) -> list[nn.Module]:

@@ -19,7 +19,9 @@ class LossSpec:
     """How the streams are scored and weighed; field meanings as in the `opd` section of the configuration.
 
     log_prob_min_clamp bounds the single-token log-probs of both streams from below (forward_kl, k3), of draft and target alike; below it a
-    token carries no gradient. loss_max_clamp bounds every per-token value afterwards. ValueError for a name that does not exist.
+    token carries no gradient. loss_max_clamp bounds every per-token value afterwards. teacher_temperature divides the target's logits of the response
+    stream, as the engine did when it sampled and scored the refused stream; the draft, which proposes greedily, stays at 1. ValueError for a name
+    that does not exist.
     """
 
     response_loss: str = "forward_kl"
@@ -31,6 +33,7 @@ class LossSpec:
     loss_max_clamp: float | None = 10.0
     log_prob_min_clamp: float | None = -10.0
     convention: str = "exact"
+    teacher_temperature: float = 1.0
 
     def __post_init__(self) -> None:
         known = {"response_loss": RESPONSE_LOSSES, "rejected_loss": REJECTED_LOSSES, "convention": CONVENTIONS}

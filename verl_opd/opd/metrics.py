@@ -32,6 +32,12 @@ class StepMetrics:
     def add_max(self, name: str, value: float) -> None:
         self.maxs[name] = max(value, self.maxs.get(name, value))
 
+    def only(self, prefix: str) -> StepMetrics:
+        """The measurements whose name starts with `prefix`."""
+        kinds = (self.means, self.sums, self.mins, self.maxs)
+        means, sums, mins, maxs = ({name: value for name, value in kind.items() if name.startswith(prefix)} for kind in kinds)
+        return StepMetrics(means, sums, mins, maxs)  # type: ignore[arg-type]
+
     def merge(self, other: StepMetrics) -> StepMetrics:
         """Fold `other` into this one and return it."""
         for name, (total, count) in other.means.items():

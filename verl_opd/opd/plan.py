@@ -62,6 +62,7 @@ def plan_opd(
     random_anchor_seed: int | None = None,
     rejected_first_only: bool = False,
     max_rejected_tokens: int = 0,
+    chained: bool = False,
 ) -> BlockPlan:
     """The blocks of one on-policy sample.
 
@@ -73,6 +74,8 @@ def plan_opd(
     random_anchor_seed: an ablation that moves the response segments, lengths kept, to random places; None = off.
     rejected_first_only keeps the first refused token of a block, max_rejected_tokens M > 0 the first M of the sample; refusals keep their
     blocks whatever happens to response anchors.
+    chained: a slot reads the proposal before it (DraftFamily.chained). After the first refused proposal the chain has left the response, so no label
+    of the response is right there: a drafted block's labels end with the correction, whatever the span.
     """
     if response_span not in RESPONSE_SPANS:
         raise ValueError(f"response_span={response_span!r} is none of {', '.join(RESPONSE_SPANS)}")
@@ -82,9 +85,10 @@ def plan_opd(
     if random_anchor_seed is not None:
         pairs = _scatter(sample, pairs, block_size, first=0 if convention == "exact" else -1, seed=random_anchor_seed)
     spans = []
+    on_chain = {step.anchor: step.accepted + 1 for step in sample.trace.steps} if chained else {}
     for anchor, end in pairs:
         reach = end if response_span == "segment" else length - 1
-        spans.append((anchor, min(reach - anchor, block_size - 1)))
+        spans.append((anchor, min(reach - anchor, block_size - 1, on_chain.get(anchor, block_size))))
     refused = [item for item in refusals(sample.trace) if item.offset < block_size]
     if rejected_first_only:
         refused = list({item.anchor: item for item in reversed(refused)}.values())[::-1]

@@ -227,7 +227,9 @@ class RolloutEngine:
         tasks = await self._engine.get_supported_tasks()
         app = build_app(args, tasks, self._engine.model_config)
         await init_app_state(self._engine, app.state, args, tasks)
-        config = uvicorn.Config(KeyRequired(app, self._key), log_level="warning", lifespan="off", access_log=False)
+        config = uvicorn.Config(
+            KeyRequired(app, self._key), log_level="warning", lifespan="off", access_log=False, timeout_graceful_shutdown=5
+        )
         self._http = uvicorn.Server(config)
         self._http.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
         self._http_task = asyncio.create_task(self._http.serve(sockets=[listener]))

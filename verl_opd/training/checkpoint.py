@@ -155,7 +155,7 @@ def resolve_resume(mode: str, path: str | None, store: CheckpointStore) -> Path 
     else:
         if path is None:
             raise ConfigError("trainer.resume_mode=path needs trainer.resume_from_path, the checkpoint directory to continue from")
-        checkpoint = find_checkpoint(Path(path), prefer="latest")
+        checkpoint = find_checkpoint(Path(path).expanduser(), prefer="latest")
     store.read_state(checkpoint)
     if not (checkpoint / "dcp" / ".metadata").is_file():
         raise ConfigError(f"{checkpoint} has no dcp/.metadata, so training cannot continue from it: use another checkpoint")

@@ -39,6 +39,12 @@ def _target_rows(layout: Layout) -> Tensor:
     return layout.response.sample * layout.input_ids.shape[1] + layout.response.target_row
 
 
+def _target_hidden(features: TargetFeatures, spec: LossSpec) -> Tensor:
+    """[b*S, h]; the head is linear, so scaling its input scales the logits."""
+    hidden = features.last_hidden.flatten(0, 1)
+    return hidden if spec.teacher_temperature == 1.0 else hidden / spec.teacher_temperature
+
+
 def _teacher_logprobs(layout: Layout, target_hidden: Tensor, head: Tensor, chunk: int) -> Tensor:
     """The target's log-probs of the response labels; blocks may overlap, so each row is scored once (its label is always the next token)."""
     scored, index = torch.unique(_target_rows(layout), return_inverse=True)
@@ -55,7 +61,7 @@ class FrozenHead:
         head, chunk, clamp = self._weight, self._chunk, spec.log_prob_min_clamp
         response, refused = layout.response, layout.refused
         row_r, row_j = slot_rows(layout, response.sample, response.slot), slot_rows(layout, refused.sample, refused.slot)
-        target_hidden = features.last_hidden.flatten(0, 1)
+        target_hidden = _target_hidden(features, spec)
         refused_value = SINGLE_TOKEN[spec.rejected_loss]
         if spec.response_loss in FULL_VOCABULARY:
             divergence = FULL_VOCABULARY[spec.response_loss]
@@ -101,7 +107,7 @@ class TrainableHead:
     def values(self, layout: Layout, hidden: Tensor, features: TargetFeatures, spec: LossSpec) -> tuple[Tensor, Tensor]:
         response, refused, clamp = layout.response, layout.refused, spec.log_prob_min_clamp
         row_r, row_j = slot_rows(layout, response.sample, response.slot), slot_rows(layout, refused.sample, refused.slot)
-        target_hidden = features.last_hidden.flatten(0, 1)
+        target_hidden = _target_hidden(features, spec)
         student_j = own_logprobs(hidden[row_j], self._weight, self._draft_ids(refused.token), self._chunk)
         if spec.response_loss in FULL_VOCABULARY:
             teacher_rows, divergence = target_hidden[_target_rows(layout)], FULL_VOCABULARY[spec.response_loss]

@@ -59,7 +59,7 @@ class DraftTrainer:
         self.target: TargetBackend = CachedTarget(frozen, cache_mb << 20) if cache_mb else frozen
         draft = self.family.build(draft_config, seed=cfg.trainer.seed, init_std=cfg.draft.init_std)
         if cfg.draft.path is not None:
-            self.family.load_weights(draft, cfg.draft.path)
+            self.family.load_weights(draft, cfg.draft.path, self.target.embed)
         draft.gradient_checkpointing = cfg.training.gradient_checkpointing  # type: ignore[assignment]
         draft.to(self.device).train()
         mesh = init_device_mesh(self.device.type, (world_size,))
@@ -97,8 +97,10 @@ class DraftTrainer:
             summed += loss.detach()
         dist.all_reduce(summed)  # a token whose loss is not finite has no gradient once its value is clamped, so the norm would not show it
         finite = math.isfinite(float(summed))
-        if not finite:
-            metrics = StepMetrics()  # nothing was measured: the step is skipped and counted
+        if not finite:  # no loss was measured: the step is skipped and counted; what the replay check saw stays
+            metrics = metrics.only("opd/")
+        elif totals.denominator(spec) <= 0:
+            metrics.add_sum("actor/distillation/loss", 0.0)
         self._step(lr, metrics, usable=finite and totals.denominator(spec) > 0)
         return metrics
 
@@ -152,6 +154,7 @@ class DraftTrainer:
             metrics.add_mean("actor/grad_norm", total if finite else 0.0, float(finite))
             metrics.add_mean("actor/lr", lr, 1)
             metrics.add_sum("actor/skipped_steps", float(not usable))
+            metrics.add_sum("actor/updates", 1.0)
 
     # -- what leaves the trainer -----------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from verl_opd.drafts import files
 from verl_opd.errors import ConfigError
 from verl_opd.targets.layers import default_layer_ids
 
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 _REQUIRED = (
     "hidden_size",
     "vocab_size",
@@ -79,11 +80,50 @@ def rope_theta(config: Mapping[str, Any]) -> float:
     return float(files.rope_settings(config, "draft")["rope_theta"])
 
 
+LayerAttention = tuple[int | None, bool]
+
+
+def layer_attention(config: Mapping[str, Any]) -> list[LayerAttention]:
+    """(sliding window or None, causal inside the block) of every layer, resolved as the engine does (vLLM qwen3_dflash._resolve_layer_attention).
+
+    ConfigError for a sliding layer without a window.
+    """
+    inner, layers = config.get("dflash_config") or {}, config["num_hidden_layers"]
+    types = config.get("layer_types") or [_FULL] * layers
+    use_swa = bool(inner.get("use_swa")) and _SLIDING not in types
+    window = inner.get("swa_window_size") or (config.get("sliding_window") if config.get("use_sliding_window") else None)
+    explicit = config.get("is_causal") if config.get("is_causal") is not None else inner.get("causal")
+    resolved: list[LayerAttention] = []
+    for index in range(layers):
+        sliding = use_swa or types[index] == _SLIDING
+        if sliding and window is None:
+            raise ConfigError(
+                f"layer {index} of the draft slides, but its config.json names no window: set dflash_config.swa_window_size "
+                "(a top-level sliding_window counts only with use_sliding_window=true)"
+            )
+        causal = types[index] == _SLIDING if explicit is None else bool(explicit)
+        resolved.append((int(window) if sliding and window is not None else None, causal))
+    return resolved
+
+
+def _check_attention(config: Mapping[str, Any]) -> None:
+    attention = layer_attention(config)
+    windows = {window for window, _ in attention}
+    if len(windows) > 1:
+        raise ConfigError(
+            "this DFlash draft mixes sliding and full attention, which only vLLM's V2 model runner serves; V1 is what runs here"
+        )
+    window, block = windows.pop(), int(dflash_key(config, "block_size"))
+    if window is not None and window < block:
+        raise ConfigError(f"the draft's sliding window of {window} tokens is smaller than its block of {block}")
+
+
 def check(config: Mapping[str, Any], target: PretrainedConfig, num_speculative_tokens: int, allow_block_size_mismatch: bool) -> None:
     """See DraftFamily.check."""
     _check_complete(config)
     _check_supported(config)
     _check_target(config, target)
+    _check_attention(config)
     _check_block(int(dflash_key(config, "block_size")), num_speculative_tokens, allow_block_size_mismatch)
 
 
@@ -137,10 +177,7 @@ def _check_supported(config: Mapping[str, Any]) -> None:
     changes: dict[str, tuple[Any, tuple[Any, ...]]] = {  # key -> (value, values under which the network is the one replayed here)
         **{key: (value, (None,)) for key, value in rope["extra"].items()},
         "partial_rotary_factor": (config.get("partial_rotary_factor", rope["extra"].get("partial_rotary_factor")), (None, 1)),
-        "layer_types": (sorted(set(config.get("layer_types") or []) - {"full_attention"}), ([],)),
-        "use_swa": (dflash_key(config, "use_swa"), (None, False)),
-        "causal": (dflash_key(config, "causal"), (None, False)),
-        "is_causal": (config.get("is_causal"), (None, False)),
+        "layer_types": (sorted(set(config.get("layer_types") or []) - {_FULL, _SLIDING}), ([],)),
         "attention_sink_bias": (dflash_key(config, "attention_sink_bias"), (None, False)),
         "add_swa_attention_sink_bias": (config.get("add_swa_attention_sink_bias"), (None, False)),
         "attention_bias": (config.get("attention_bias"), (None, False)),

@@ -24,6 +24,7 @@ class DFlash:
     engine_method = "dflash"
     engine_names = ()
     has_own_head = False
+    chained = False
 
     def derive_config(self, target: PretrainedConfig, draft: DraftConfig, num_speculative_tokens: int) -> dict[str, Any]:
         return dflash_config.derive_config(target, draft, num_speculative_tokens)
@@ -57,7 +58,7 @@ class DFlash:
                 nn.init.normal_(module.weight, std=init_std, generator=generator)
         return draft
 
-    def load_weights(self, draft: nn.Module, path: str) -> None:
+    def load_weights(self, draft: nn.Module, path: str, embed: Callable[[Tensor], Tensor] | None = None) -> None:
         tensors = files.read_weights(path)
         expected = draft.state_dict()
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -75,7 +76,9 @@ class DFlash:
         return embeds
 
     def replay(self, draft: nn.Module, features: Tensor, inputs: Tensor, layout: Layout) -> Tensor:
-        hidden: Tensor = draft(features, inputs.flatten(1, 2), slot_positions(layout), visibility(layout, features.shape[1]))
+        attention = cast(DFlashDraft, draft).attention
+        masks = {kind: visibility(layout, features.shape[1], *kind) for kind in set(attention)}
+        hidden: Tensor = draft(features, inputs.flatten(1, 2), slot_positions(layout), [masks[kind] for kind in attention])
         return hidden
 
     def own_head(self, draft: nn.Module) -> None:

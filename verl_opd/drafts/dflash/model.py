@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from verl_opd.drafts.dflash.config import rope_theta, target_layer_ids
+from verl_opd.drafts.dflash.config import layer_attention, rope_theta, target_layer_ids
 from verl_opd.drafts.layers import MLP, RMSNorm, Rotation, rotate, rotation
 
 
@@ -94,14 +94,15 @@ class DFlashDraft(nn.Module):
         super().__init__()
         shape = Shape.of(config)
         self.shape = shape
+        self.attention = layer_attention(config)
         self.gradient_checkpointing = False
         self.fc = nn.Linear(shape.features, shape.hidden, bias=False)
         self.hidden_norm = RMSNorm(shape.hidden, shape.eps)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
         self.norm = RMSNorm(shape.hidden, shape.eps)
 
-    def forward(self, features: Tensor, slot_embeds: Tensor, slot_positions: Tensor, mask: Tensor) -> Tensor:
-        """features [b, C, n*h]; slot_embeds [b, M, h]; slot_positions [b, M] int64; mask [b, 1, M, C+M] bool (True = visible).
+    def forward(self, features: Tensor, slot_embeds: Tensor, slot_positions: Tensor, masks: Sequence[Tensor]) -> Tensor:
+        """features [b, C, n*h]; slot_embeds [b, M, h]; slot_positions [b, M] int64; masks: one [b, 1, M, C+M] bool per layer (True = visible).
         Returns [b, M, h] after the final norm."""
         context = self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
         context_positions = torch.arange(features.shape[1], device=features.device).expand(features.shape[0], -1)
@@ -109,7 +110,7 @@ class DFlashDraft(nn.Module):
         count = slot_positions.shape[1]
         slot_rope = (key_rope[0][:, :, -count:], key_rope[1][:, :, -count:])
         slots = slot_embeds.to(context.dtype)
-        for layer in self.layers:
+        for layer, mask in zip(self.layers, masks, strict=True):
             args = (slots, context, slot_rope, key_rope, mask)
             slots = checkpoint(layer, *args, use_reentrant=False) if self.gradient_checkpointing and self.training else layer(*args)
         return self.norm(slots)  # type: ignore[no-any-return]

@@ -14,17 +14,21 @@ def slot_positions(layout: Layout) -> Tensor:
     return (layout.anchors.unsqueeze(-1) + offsets).flatten(1)
 
 
-def visibility(layout: Layout, context_len: int) -> Tensor:
+def visibility(layout: Layout, context_len: int, window: int | None = None, causal: bool = False) -> Tensor:
     """Mask [b, 1, N*B, context_len + N*B], True = visible.
 
     A slot sees the context strictly before its anchor (the anchor's own features do not exist yet when the block is drafted) and every slot of
     its own block, never another block. Slots of padded blocks see their own block only, so that no row is empty.
+    window W: only context at most W - 1 positions behind the slot. causal: of its own block only the slots up to itself.
     """
     size, device = layout.block_size, layout.anchors.device
     blocks = layout.anchors.shape[1]
     positions = torch.arange(context_len, device=device)
     context = (positions < layout.anchors.unsqueeze(-1)) & layout.block_keep.unsqueeze(-1)
     context = context.repeat_interleave(size, dim=1)
+    if window is not None:
+        context = context & (slot_positions(layout).unsqueeze(-1) - positions < window)
     owner = torch.arange(blocks, device=device).repeat_interleave(size)
-    own = (owner.unsqueeze(0) == owner.unsqueeze(1)).expand(layout.anchors.shape[0], -1, -1)
+    own = owner.unsqueeze(0) == owner.unsqueeze(1)
+    own = (own.tril() if causal else own).expand(layout.anchors.shape[0], -1, -1)
     return torch.cat((context, own), dim=-1).unsqueeze(1)

@@ -35,6 +35,10 @@ def derive_config(target: PretrainedConfig, draft: DraftConfig) -> dict[str, Any
         raise ConfigError(f"draft.num_hidden_layers={draft.num_hidden_layers}: an EAGLE-3 draft has one layer; leave the key out")
     if draft.mask_token_id is not None:
         raise ConfigError(f"draft.mask_token_id={draft.mask_token_id}: EAGLE-3 drafts token after token and has no mask; leave the key out")
+    if draft.block_size is not None:
+        raise ConfigError(
+            f"draft.block_size={draft.block_size}: an EAGLE-3 block is as long as rollout.num_speculative_tokens; leave the key out"
+        )
     heads, layers = target.num_attention_heads, target.num_hidden_layers
     ids = list(draft.target_layer_ids) if draft.target_layer_ids is not None else default_layer_ids(layers)
     return {

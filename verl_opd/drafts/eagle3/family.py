@@ -26,6 +26,7 @@ class Eagle3:
     engine_method = "eagle3"
     engine_names = (("layers.0.", "midlayer."),)
     has_own_head = True
+    chained = True
 
     def derive_config(self, target: PretrainedConfig, draft: DraftConfig, num_speculative_tokens: int) -> dict[str, Any]:
         return eagle3_config.derive_config(target, draft)
@@ -58,8 +59,15 @@ class Eagle3:
                 nn.init.normal_(module.weight, std=init_std, generator=generator)
         return draft
 
-    def load_weights(self, draft: nn.Module, path: str) -> None:
-        tensors = {name: tensor for name, tensor in files.read_weights(path).items() if name != _EMBEDDING}
+    def load_weights(self, draft: nn.Module, path: str, embed: Callable[[Tensor], Tensor] | None = None) -> None:
+        tensors = files.read_weights(path)
+        brought = tensors.pop(_EMBEDDING, None)
+        if brought is not None and embed is not None:
+            known = embed(torch.arange(len(brought))).cpu()
+            if not torch.equal(known.to(torch.bfloat16), brought.to(torch.bfloat16)):
+                raise ConfigError(
+                    f"draft.path={path}: {_EMBEDDING} differs from the target's; only drafts that use the target's are supported"
+                )
         expected = draft.state_dict()
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         files.compare(shapes, {name: tuple(tensor.shape) for name, tensor in expected.items()}, f"draft.path={path}")
@@ -92,7 +100,11 @@ class Eagle3:
             return None
         if path is None:
             raise ConfigError("a draft vocabulary smaller than the target's comes with a draft: name its directory as draft.path")
-        d2t = files.read_weights(path)["d2t"]
+        d2t = files.read_weights(path).get("d2t")
+        if d2t is None:
+            raise ConfigError(
+                f"draft.path={path}: draft_vocab_size={eagle3_config.draft_vocab_size(config)} needs the tensor d2t, which is missing"
+            )
         return Vocabulary(d2t + torch.arange(len(d2t)))
 
     def save_pretrained(self, state: Mapping[str, Tensor], config: Mapping[str, Any], path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from verl_opd.drafts import files
 from verl_opd.drafts.eagle3.config import draft_vocab_size, head_dim, target_layer_ids
@@ -103,10 +104,13 @@ class Eagle3Draft(nn.Module):
         before = (anchors - 1).clamp(min=0)
         hidden = raw.gather(1, before.unsqueeze(-1).expand(-1, -1, raw.shape[-1]))
         visible = positions.unsqueeze(1) < anchors.unsqueeze(-1)  # [b, N, C]
-        chain: list[tuple[Tensor, Tensor]] = []
+        chain: list[Tensor] = []  # keys and values of the links so far, in turn
         slots = [torch.zeros_like(hidden), self.norm(hidden)]
         for step in range(1, block_embeds.shape[2]):
-            hidden = self._step(hidden, block_embeds[:, :, step].to(dtype), anchors + step - 1, keys, values, visible, chain)
+            link = (hidden, block_embeds[:, :, step].to(dtype), anchors + step - 1, keys, values, visible, *chain)
+            saving = self.gradient_checkpointing and self.training
+            hidden, key, value = checkpoint(self._step, *link, use_reentrant=False) if saving else self._step(*link)
+            chain += [key, value]
             slots.append(self.norm(hidden))
         return torch.stack(slots, dim=2)
 
@@ -118,18 +122,18 @@ class Eagle3Draft(nn.Module):
         keys: Tensor,
         values: Tensor,
         visible: Tensor,
-        chain: list[tuple[Tensor, Tensor]],
-    ) -> Tensor:
-        """One more link [b, N, h] of every chain; its key and value are appended to `chain`."""
+        *chain: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One more link of every chain: hidden states [b, N, h], and its key and value [b, heads, N, head_dim]."""
         layer = self.midlayer
         x, residual = layer.enter(embeds, self.norm(hidden) if self.norm_output else hidden)
         query, key, value = layer.self_attn.project(x, rotation(positions, self.head_dim, self.theta, x.dtype))
-        chain.append((key, value))
+        own_keys, own_values = [*chain[::2], key], [*chain[1::2], value]
         query = query * self.head_dim**-0.5
         scores = (query @ keys.transpose(-1, -2)).float().masked_fill(~visible.unsqueeze(1), float("-inf"))
-        own = torch.stack([(query * k).sum(-1) for k, _ in chain], dim=-1).float()
+        own = torch.stack([(query * k).sum(-1) for k in own_keys], dim=-1).float()
         weights = torch.cat((scores, own), dim=-1).softmax(-1).to(x.dtype)
         mixed = weights[..., : keys.shape[2]] @ values
-        for index, (_, v) in enumerate(chain):
+        for index, v in enumerate(own_values):
             mixed = mixed + weights[..., keys.shape[2] + index, None] * v
-        return layer.leave(layer.self_attn.out(mixed), residual)
+        return layer.leave(layer.self_attn.out(mixed), residual), key, value

@@ -142,7 +142,8 @@ class DraftLoader:
         live = self._live()
         problems = [f"missing {name}" for name in sorted(live.keys() - tensors.keys())]
         problems += [
-            f"unexpected {name} (not the draft's own: frozen target's or unknown)" for name in sorted(tensors.keys() - live.keys())
+            f"unexpected {name} (not the draft's own here: unknown, or shared with the frozen target, as engines share a head that equals the target's)"
+            for name in sorted(tensors.keys() - live.keys())
         ]
         problems += [
             f"{name} is {tuple(tensors[name].shape)} {tensors[name].dtype}, the engine holds {tuple(live[name].shape)}"
