@@ -85,6 +85,7 @@ def test_a_wrong_push_is_refused_and_nothing_changes(live: LiveEngine, tmp_path:
 
 
 def test_a_truncated_file_is_refused(live: LiveEngine, tmp_path: Path):
+    """K10."""
     before = live.call(live.engine.read_back())
     snapshot, _ = snapshot_of(live, tmp_path / "cut.safetensors", seed=9, version=99)
     content = Path(snapshot.path).read_bytes()

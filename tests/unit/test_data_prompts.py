@@ -67,6 +67,7 @@ def test_max_samples_counts_rows_over_all_files_before_filters(tmp_path: Path, t
 
 
 def test_nothing_left_after_filters(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """I10: the counts say which filter took the rows."""
     file = _write(tmp_path / "a.jsonl", _user("x"), _user("y"))
     with pytest.raises(ConfigError, match=r"a\.jsonl: 2 rows read, 2 dropped for more than 3 prompt tokens; raise data\.max_prompt_length"):
         load_prompts([file], tokenizer, max_prompt_length=3)

@@ -114,6 +114,7 @@ def test_both_rope_spellings(spelling: dict[str, Any]) -> None:
 
 
 def test_rope_theta_is_never_guessed() -> None:
+    """K9: a base of 10000 against one of a million trains happily."""
     config = draft_config()
     del config["rope_theta"]
     assert "draft's config.json has no rope_theta" in _error(config)
@@ -168,6 +169,7 @@ def test_missing_numbers_are_not_left_to_engine_defaults(key: str) -> None:
 
 
 def test_layer_ids_at_top_level_are_not_what_the_engine_reads() -> None:
+    """B2: the same list means other layers under another key."""
     config = draft_config()
     config["target_layer_ids"] = config["dflash_config"].pop("target_layer_ids")
     assert "no dflash_config.target_layer_ids" in _error(config)
@@ -196,12 +198,14 @@ def test_first_and_last_layer_are_allowed() -> None:
 
 @pytest.mark.parametrize("mask", [-1, VOCAB])
 def test_the_mask_token_is_a_row_of_the_embedding(mask: int) -> None:
+    """C8."""
     config = draft_config()
     config["dflash_config"]["mask_token_id"] = mask
     assert f"mask_token_id={mask} is not a row of the target's embedding of 97 rows" in _error(config)
 
 
 def test_block_size_and_speculative_tokens() -> None:
+    """B6: a block of B has B - 1 proposals."""
     config, target = draft_config(block=8), target_config(LlamaConfig)
     FAMILY.check(config, target, 7, False)
     assert "rollout.num_speculative_tokens=8 exceeds the 7 proposals" in _error(config, tokens=8)

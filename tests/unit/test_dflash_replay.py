@@ -105,6 +105,7 @@ def test_a_slot_sees_later_slots_of_its_block_unless_causal(causal: bool, sees_l
 
 
 def test_a_padded_block_sees_no_context_whatever_its_anchor() -> None:
+    """K3: padded rows still see themselves."""
     layout = make_layout([6], [[4]], block=2)
     padded = replace(layout, block_keep=torch.tensor([[False]]))
     assert visibility(layout, 4)[0, 0, :, :4].all()
@@ -120,6 +121,7 @@ def _changed(features: Tensor, slots: Tensor, block: int) -> bool:
 
 @pytest.mark.parametrize(("position", "seen_by_3", "seen_by_7"), [(0, True, True), (2, True, True), (3, False, True), (6, False, True)])
 def test_context_is_seen_strictly_before_the_anchor(position: int, seen_by_3: bool, seen_by_7: bool) -> None:
+    """K1: a future token must not leak into earlier slots."""
     features, slots = random_inputs(make_layout([12], [[3, 7]]))
     features[0, position] += 1.0
     assert (_changed(features, slots, 0), _changed(features, slots, 1)) == (seen_by_3, seen_by_7)

@@ -32,6 +32,7 @@ def test_slot_logprobs_and_gradient_equal_full_float64_logits(problem, chunk):
 
 @pytest.mark.parametrize("chunk", [2, 9])
 def test_row_forward_kl_and_gradient_equal_float64(problem, chunk):
+    """K4: p near q, where bf16 loses a third of the gradient."""
     rows, weight, _, _ = problem
     teacher = rows + 0.01 * torch.randn_like(rows)  # p near q, where low precision hurts most
     ours = rows.clone().requires_grad_()

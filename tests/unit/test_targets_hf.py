@@ -77,6 +77,7 @@ def test_rows_do_not_depend_on_padding_or_neighbours(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_head_and_embedding(tmp_path: Path, tied: bool) -> None:
+    """B15: the last hidden state is the one after the final norm, so that the head gives the model's own logits."""
     path = _save(tmp_path, tie_word_embeddings=tied)
     target, model = _target(path, [1]), AutoModelForCausalLM.from_pretrained(path)
     ids = _ids(1, 6)

@@ -45,6 +45,7 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_a_validation_after_its_training_step_reaches_every_tracker(tmp_path: Path, wandb: Any) -> None:
+    """H10: every step once, and finished once."""
     trackers = Trackers(["console", "jsonl", "tensorboard", "wandb"], tmp_path, "project", "name", {})
     trackers.log(9, {"actor/lr": 0.5})
     trackers.log(9, {"test_rollout/x/vllm_spec_accept_length": 1.75})

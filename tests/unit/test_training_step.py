@@ -220,6 +220,7 @@ def test_padding_does_not_change_the_result(models: Path, expected: Outcome) -> 
 
 @pytest.mark.parametrize("name", SPLITS)
 def test_the_result_does_not_depend_on_the_ranks(sharded: list[dict[str, Any]], expected: Outcome, name: str) -> None:
+    """I1, I2: idle ranks join every collective; gradients do not shrink with the number of ranks."""
     assert_same(merged([rank[name] for rank in sharded]), expected)
 
 
@@ -236,6 +237,7 @@ def test_what_is_not_finite_on_one_rank_skips_the_step_on_all(sharded: list[dict
 
 
 def test_nothing_supervised_anywhere_skips_the_step(sharded: list[dict[str, Any]]) -> None:
+    """I1."""
     for metrics, before, after in (rank["nothing"] for rank in sharded):
         assert all(torch.equal(before[name], after[name]) for name in before)
         assert "actor/distillation/forward_kl_loss" not in metrics.finish()
