@@ -54,6 +54,7 @@ def test_what_works_passes(recipe: str, overrides: list[str]) -> None:
         (["opd.response_span=line"], ["opd.response_span='line'", "segment, block"]),
         (["opd.response_loss=mse"], ["opd.response_loss='mse'", "full_forward_kl"]),
         (["opd.response_loss=k1"], ["opd.response_loss=k1", "k3"]),
+        (["opd.response_loss=e2e_tv"], ["opd.response_loss=e2e_tv", "opd.rejected_stream_weight=1.0 must be 0"]),
         (["opd.rejected_loss=tv"], ["opd.rejected_loss='tv'", "k3"]),
         (["warmup.loss=mse"], ["warmup.loss='mse'", "cross_entropy"]),
         (["target.dtype=int8"], ["target.dtype='int8'", "bfloat16"]),

@@ -87,6 +87,7 @@ class OpdConfig:
     convention: str = "exact"  # exact | draft_opd
     response_span: str = "segment"  # segment | block: how far after an anchor labels reach
     # forward_kl, k2, k3, abs: on the one committed token; cross_entropy: needs no teacher; full_forward_kl, tv, lk_alpha, lk_lambda: full vocabulary
+    # e2e_tv: total variation of whole blocks, refused proposals included (needs rejected_stream_weight 0)
     response_loss: str = "forward_kl"
     rejected_loss: str = "k3"  # k2, k3, abs, forward_kl: on the refused token
     response_stream_weight: float = 1.0

@@ -12,7 +12,7 @@ from typing import Any
 
 from verl_opd.config.schema import Config
 from verl_opd.errors import ConfigError
-from verl_opd.opd.names import CONVENTIONS, REJECTED_LOSSES, RESPONSE_LOSSES, RESPONSE_SPANS
+from verl_opd.opd.names import BLOCK_LOSSES, CONVENTIONS, REJECTED_LOSSES, RESPONSE_LOSSES, RESPONSE_SPANS
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "target.dtype": ("bfloat16", "float32"),
@@ -251,6 +251,11 @@ def _check_streams(cfg: Config) -> None:
     ):
         if value == "k1":
             raise ConfigError(f"{key}=k1 has a gradient that does not depend on the target: use k2 or k3")
+    if opd.response_loss in BLOCK_LOSSES:
+        wanted = {"rejected_stream_weight": 0, "response_position_decay": 1, "response_anchor_stride": 1, "random_anchors": False}
+        wrong = [f"opd.{name}={getattr(opd, name)} must be {value}" for name, value in wanted.items() if getattr(opd, name) != value]
+        if wrong:
+            raise ConfigError(f"opd.response_loss={opd.response_loss} scores whole blocks, refused proposals included: {'; '.join(wrong)}")
     if opd.response_stream_weight == 0 and opd.rejected_stream_weight == 0:
         raise ConfigError("opd.response_stream_weight=0 and opd.rejected_stream_weight=0 leave nothing to train on: raise one of them")
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from verl_opd.opd.chains import count_chains
 from verl_opd.opd.metrics import StepMetrics
-from verl_opd.opd.names import CONVENTIONS, ESTIMATORS, REJECTED_LOSSES, RESPONSE_LOSSES
+from verl_opd.opd.names import BLOCK_LOSSES, CONVENTIONS, ESTIMATORS, REJECTED_LOSSES, RESPONSE_LOSSES
 from verl_opd.opd.plan import BlockPlan
 
 
@@ -157,8 +158,10 @@ def stream_totals(plans: Sequence[BlockPlan], response_lens: Sequence[int], spec
     """Count what a mini-batch supervises before it is split over ranks and micro-batches.
 
     exact: supervised slots, each with its position weight. draft_opd: every response token, supervised or not, unless the response stream
-    has a position decay.
+    has a position decay. A loss of whole blocks counts blocks, under either.
     """
+    if spec.response_loss in BLOCK_LOSSES:
+        return StreamTotals(float(sum(count_chains(plan) for plan in plans)), 0.0)
     if spec.convention == "draft_opd" and spec.response_position_decay == 1.0:
         response = float(sum(response_lens))
     else:

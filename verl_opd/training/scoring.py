@@ -18,7 +18,11 @@ class Head(Protocol):
     """`hidden` [b*N*B, h] are the draft's hidden states of all slots, flat."""
 
     def values(self, layout: Layout, hidden: Tensor, features: TargetFeatures, spec: LossSpec) -> tuple[Tensor, Tensor]:
-        """Loss values, float32, of the response stream and of the refused stream, before clamps and weights."""
+        """Loss values, float32, of the response stream and of the refused stream, before clamps and weights; not for losses of whole blocks."""
+        ...
+
+    def divergence(self, rows: Tensor, teacher_rows: Tensor, name: str) -> Tensor:
+        """The full-vocabulary loss `name` [M] float32 between hidden rows [M, h] of draft and target."""
         ...
 
     def gaps(self, rows: Tensor, tokens: Tensor) -> Tensor:
@@ -39,7 +43,7 @@ def _target_rows(layout: Layout) -> Tensor:
     return layout.response.sample * layout.input_ids.shape[1] + layout.response.target_row
 
 
-def _target_hidden(features: TargetFeatures, spec: LossSpec) -> Tensor:
+def scoring_hidden(features: TargetFeatures, spec: LossSpec) -> Tensor:
     """[b*S, h]; the head is linear, so scaling its input scales the logits."""
     hidden = features.last_hidden.flatten(0, 1)
     return hidden if spec.teacher_temperature == 1.0 else hidden / spec.teacher_temperature
@@ -61,11 +65,10 @@ class FrozenHead:
         head, chunk, clamp = self._weight, self._chunk, spec.log_prob_min_clamp
         response, refused = layout.response, layout.refused
         row_r, row_j = slot_rows(layout, response.sample, response.slot), slot_rows(layout, refused.sample, refused.slot)
-        target_hidden = _target_hidden(features, spec)
+        target_hidden = scoring_hidden(features, spec)
         refused_value = SINGLE_TOKEN[spec.rejected_loss]
         if spec.response_loss in FULL_VOCABULARY:
-            divergence = FULL_VOCABULARY[spec.response_loss]
-            values = row_divergence(hidden[row_r], target_hidden[_target_rows(layout)], head, divergence, chunk)
+            values = self.divergence(hidden[row_r], target_hidden[_target_rows(layout)], spec.response_loss)
             used, index = torch.unique(row_j, return_inverse=True)
             refused_s = slot_logprobs(hidden[used], head, index, refused.token, chunk)
             return values, refused_value(refused_s, refused.teacher_logprob, clamp)
@@ -78,6 +81,9 @@ class FrozenHead:
             teacher = _teacher_logprobs(layout, target_hidden, head, chunk)
             values = SINGLE_TOKEN[spec.response_loss](student_r, teacher, clamp)
         return values, refused_value(student_j, refused.teacher_logprob, clamp)
+
+    def divergence(self, rows: Tensor, teacher_rows: Tensor, name: str) -> Tensor:
+        return row_divergence(rows, teacher_rows, self._weight, FULL_VOCABULARY[name], self._chunk)
 
     def gaps(self, rows: Tensor, tokens: Tensor) -> Tensor:
         return label_gaps(rows, self._weight, tokens, self._chunk)
@@ -107,11 +113,10 @@ class TrainableHead:
     def values(self, layout: Layout, hidden: Tensor, features: TargetFeatures, spec: LossSpec) -> tuple[Tensor, Tensor]:
         response, refused, clamp = layout.response, layout.refused, spec.log_prob_min_clamp
         row_r, row_j = slot_rows(layout, response.sample, response.slot), slot_rows(layout, refused.sample, refused.slot)
-        target_hidden = _target_hidden(features, spec)
+        target_hidden = scoring_hidden(features, spec)
         student_j = own_logprobs(hidden[row_j], self._weight, self._draft_ids(refused.token), self._chunk)
         if spec.response_loss in FULL_VOCABULARY:
-            teacher_rows, divergence = target_hidden[_target_rows(layout)], FULL_VOCABULARY[spec.response_loss]
-            values = own_row_divergence(hidden[row_r], self._weight, teacher_rows, self._restricted, divergence, self._chunk)
+            values = self.divergence(hidden[row_r], target_hidden[_target_rows(layout)], spec.response_loss)
         else:
             student_r = own_logprobs(hidden[row_r], self._weight, self._draft_ids(response.token), self._chunk)
             if spec.response_loss == "cross_entropy":
@@ -120,6 +125,9 @@ class TrainableHead:
                 teacher = _teacher_logprobs(layout, target_hidden, self._target_head, self._chunk)
                 values = SINGLE_TOKEN[spec.response_loss](student_r, teacher, clamp)
         return values, SINGLE_TOKEN[spec.rejected_loss](student_j, refused.teacher_logprob, clamp)
+
+    def divergence(self, rows: Tensor, teacher_rows: Tensor, name: str) -> Tensor:
+        return own_row_divergence(rows, self._weight, teacher_rows, self._restricted, FULL_VOCABULARY[name], self._chunk)
 
     def gaps(self, rows: Tensor, tokens: Tensor) -> Tensor:
         return label_gaps(rows, self._weight.detach(), self._draft_ids(tokens), self._chunk)

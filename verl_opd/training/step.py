@@ -19,16 +19,18 @@ from torch.distributed.tensor import DTensor
 from verl_opd.config.schema import Config
 from verl_opd.drafts import get_family
 from verl_opd.drafts.snapshot import DraftSnapshot, checksum
+from verl_opd.opd.chains import Chains, build_chains, end_to_end
 from verl_opd.opd.layout import Layout, build_layout, split_micro_batches
 from verl_opd.opd.losses import LossSpec, StreamTotals, combine, loss_metrics
 from verl_opd.opd.metrics import StepMetrics
+from verl_opd.opd.names import BLOCK_LOSSES
 from verl_opd.opd.plan import BlockPlan, TrainItem
 from verl_opd.opd.replay_check import replay_metrics
-from verl_opd.targets.base import TargetBackend
+from verl_opd.targets.base import TargetBackend, TargetFeatures
 from verl_opd.targets.cache import CachedTarget
 from verl_opd.targets.hf import HFTarget
 from verl_opd.training.optim import build_optimizer
-from verl_opd.training.scoring import FrozenHead, Head, TrainableHead, slot_rows
+from verl_opd.training.scoring import FrozenHead, Head, TrainableHead, scoring_hidden, slot_rows
 from verl_opd.training.state import load_distributed, save_distributed
 
 _CHECKED_SLOTS = 2048  # per micro-batch and replay check
@@ -56,6 +58,7 @@ class DraftTrainer:
             trust_remote_code=cfg.target.trust_remote_code,
         )
         cache_mb = cfg.training.feature_cache_mb
+        self._frozen = frozen  # for sequences that are read once
         self.target: TargetBackend = CachedTarget(frozen, cache_mb << 20) if cache_mb else frozen
         draft = self.family.build(draft_config, seed=cfg.trainer.seed, init_std=cfg.draft.init_std)
         if cfg.draft.path is not None:
@@ -90,7 +93,7 @@ class DraftTrainer:
         metrics, summed = StepMetrics(), torch.zeros((), device=self.device)
         for index in range(max(1, int(count))):
             if index < len(micro_batches):
-                loss = self._loss(build_layout(micro_batches[index], self.device), totals, spec, metrics, check_replay)
+                loss = self._loss(micro_batches[index], totals, spec, metrics, check_replay)
             else:
                 loss = self._zero_loss()
             (loss * self.world_size).backward()  # FSDP averages over ranks; totals are global already
@@ -104,16 +107,58 @@ class DraftTrainer:
         self._step(lr, metrics, usable=finite and totals.denominator(spec) > 0)
         return metrics
 
-    def _loss(self, layout: Layout, totals: StreamTotals, spec: LossSpec, metrics: StepMetrics, check_replay: bool) -> Tensor:
+    def _loss(self, items: list[TrainItem], totals: StreamTotals, spec: LossSpec, metrics: StepMetrics, check_replay: bool) -> Tensor:
+        layout = build_layout(items, self.device)
         features = self.target.features(layout.input_ids, layout.lengths)
         hidden = self._replay(features.aux[:, : layout.context_len], layout).flatten(0, 1)
         head = self._head()
         if check_replay:
             metrics.merge(self._replay_check(layout, hidden.detach(), head))
-        response, refused = head.values(layout, hidden, features, spec)
-        loss = combine(response, layout.response.offset, refused, layout.refused.offset, totals, spec)
-        metrics.merge(loss_metrics(response, refused, loss.detach(), spec))
+        if spec.response_loss in BLOCK_LOSSES:
+            loss = self._block_loss(items, layout, hidden, features, head, totals, spec, metrics)
+        else:
+            response, refused = head.values(layout, hidden, features, spec)
+            loss = combine(response, layout.response.offset, refused, layout.refused.offset, totals, spec)
+            metrics.merge(loss_metrics(response, refused, loss.detach(), spec))
         return loss + hidden.sum() * 0.0 + head.attached_zero()  # every parameter is in the graph, also when nothing is supervised
+
+    def _block_loss(
+        self,
+        items: list[TrainItem],
+        layout: Layout,
+        hidden: Tensor,
+        features: TargetFeatures,
+        head: Head,
+        totals: StreamTotals,
+        spec: LossSpec,
+        metrics: StepMetrics,
+    ) -> Tensor:
+        """End-to-end total variation of whole blocks; the target also reads the refused tokens (opd/chains.py)."""
+        chains = build_chains(items, layout.input_ids.shape[1], self.device)
+        teacher = torch.cat((scoring_hidden(features, spec), self._branch_hidden(chains, spec)))
+        tv = head.divergence(hidden[slot_rows(layout, chains.sample, chains.slot)], teacher[chains.row], "tv")
+        values, expected = end_to_end(tv, chains)
+        none = tv.new_zeros(0)
+        loss = combine(values, torch.ones_like(values), none, none, totals, spec)
+        metrics.merge(loss_metrics(values, none, loss.detach(), spec))
+        prefix = "actor/distillation/"
+        metrics.add_mean(prefix + "e2e_expected_accept_length", float(expected.detach().sum()), chains.count)
+        metrics.add_mean(prefix + "tv_distance", float(tv.detach().sum()), len(tv))
+        metrics.add_sum(prefix + "tv_block_count", chains.count)
+        metrics.add_sum(prefix + "tv_position_count", len(tv))
+        metrics.add_sum(prefix + "tv_teacher_branch_position_count", float((chains.row >= layout.input_ids.numel()).sum()))
+        return loss
+
+    def _branch_hidden(self, chains: Chains, spec: LossSpec) -> Tensor:
+        """Last hidden states [R*L, h] of the branches, as many at once as fit the micro-batch's token budget."""
+        count, longest = chains.branch_ids.shape
+        head = self.target.lm_head_weight
+        at_once = max(1, self.cfg.training.max_tokens_per_micro_batch // max(1, longest))
+        parts = [
+            scoring_hidden(self._frozen.features(chains.branch_ids[i : i + at_once], chains.branch_lengths[i : i + at_once]), spec)
+            for i in range(0, count, at_once)
+        ]
+        return torch.cat(parts) if parts else head.new_zeros(0, head.shape[1])
 
     def _head(self) -> Head:
         """After a replay, while FSDP holds the root's weights whole."""
