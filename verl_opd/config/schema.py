@@ -90,6 +90,13 @@ class OpdConfig:
     # e2e_tv: total variation of whole blocks, refused proposals included (needs rejected_stream_weight 0)
     response_loss: str = "forward_kl"
     rejected_loss: str = "k3"  # k2, k3, abs, forward_kl: on the refused token
+    # values of response_loss (k1, k2, k3, abs) become advantages of a PPO-clipped policy gradient on the committed tokens
+    policy_gradient: bool = False
+    clip_ratio: float = 0.2
+    reward: str | None = (
+        None  # with policy_gradient: "module:function"(prompt_ids, response_ids, data_source) -> float, mixed into the advantage
+    )
+    reward_weight: float = 1.0
     response_stream_weight: float = 1.0
     rejected_stream_weight: float = 1.0
     rejected_position_decay: float = 0.8  # gamma, weight gamma^(offset-1); 1 = off

@@ -12,7 +12,7 @@ from typing import Any
 
 from verl_opd.config.schema import Config
 from verl_opd.errors import ConfigError
-from verl_opd.opd.names import BLOCK_LOSSES, CONVENTIONS, REJECTED_LOSSES, RESPONSE_LOSSES, RESPONSE_SPANS
+from verl_opd.opd.names import BLOCK_LOSSES, CONVENTIONS, ESTIMATORS, REJECTED_LOSSES, RESPONSE_LOSSES, RESPONSE_SPANS
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "target.dtype": ("bfloat16", "float32"),
@@ -74,6 +74,7 @@ _AT_LEAST_0 = [
     "trainer.seed",
 ]
 _POSITIVE = [
+    "opd.clip_ratio",
     "draft.init_std",
     "rollout.kv_cache_gb",
     "rollout.start_timeout",
@@ -244,12 +245,19 @@ def _check_rollout(cfg: Config) -> None:
 
 def _check_streams(cfg: Config) -> None:
     opd = cfg.opd
+    if opd.policy_gradient and (opd.response_loss not in ESTIMATORS or opd.rejected_stream_weight != 0):
+        raise ConfigError(
+            f"opd.policy_gradient=true needs opd.response_loss to be one of {', '.join(ESTIMATORS)} (it is {opd.response_loss}) and "
+            f"opd.rejected_stream_weight=0 (it is {opd.rejected_stream_weight})"
+        )
+    if opd.reward is not None and not opd.policy_gradient:
+        raise ConfigError(f"opd.reward={opd.reward} needs opd.policy_gradient=true: a reward has no gradient of its own")
     for key, value in (
         ("opd.response_loss", opd.response_loss),
         ("opd.rejected_loss", opd.rejected_loss),
         ("warmup.loss", cfg.warmup.loss),
     ):
-        if value == "k1":
+        if value == "k1" and not (opd.policy_gradient and key == "opd.response_loss"):
             raise ConfigError(f"{key}=k1 has a gradient that does not depend on the target: use k2 or k3")
     if opd.response_loss in BLOCK_LOSSES:
         wanted = {"rejected_stream_weight": 0, "response_position_decay": 1, "response_anchor_stride": 1, "random_anchors": False}

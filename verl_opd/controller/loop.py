@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from verl_opd.config.schema import Config
@@ -44,6 +44,8 @@ def opd_loss_spec(cfg: Config) -> LossSpec:
         log_prob_min_clamp=opd.log_prob_min_clamp,
         convention=opd.convention,
         teacher_temperature=cfg.rollout.temperature or 1.0,
+        policy_gradient=opd.policy_gradient,
+        clip_ratio=opd.clip_ratio,
     )
 
 
@@ -65,6 +67,25 @@ def warmup_loss_spec(cfg: Config) -> LossSpec:
 def due(every: int, step: int, rollouts: int) -> bool:
     """Whether one of the last `rollouts` steps, up to `step`, is a multiple of `every` (-1 = never)."""
     return every > 0 and step // every > (step - rollouts) // every
+
+
+Reward = Callable[[tuple[int, ...], tuple[int, ...], str], float]
+
+
+def with_policy_terms(
+    items: Sequence[TrainItem],
+    samples: Sequence[RolloutSample],
+    scores: Mapping[str, tuple[float, ...]],
+    reward: Reward | None,
+    weight: float,
+) -> list[TrainItem]:
+    """`items` with the drafting draft's log-probs and, given a reward, weight * (reward - mean over the batch)."""
+    rewards = [reward(sample.prompt_ids, sample.response_ids, sample.data_source) if reward else 0.0 for sample in samples]
+    mean = sum(rewards) / len(rewards)
+    return [
+        replace(item, old_logprobs=scores[item.sample_id], reward=weight * (value - mean))
+        for item, value in zip(items, rewards, strict=True)
+    ]
 
 
 def mini_batches(count: int, parts: int, epochs: int, seed: int, step: int) -> list[list[int]]:
@@ -102,6 +123,7 @@ class Loop:
     identity: dict[str, Any]
     facts: dict[str, object]  # what a diagnosis should show: layer ids, mask token and the like, as configured
     cases: CaseLog
+    reward: Reward | None = None
     proposable: frozenset[int] | None = None  # tokens of a draft vocabulary that is not the target's; labels outside it teach nothing
     diagnosis: Diagnosis = field(default_factory=Diagnosis)
     clock: Stopwatch = field(default_factory=Stopwatch)
@@ -168,7 +190,11 @@ class Loop:
         ]
         total = self.cfg.trainer.warmup_steps * warmup.updates_per_step
         lr = lr_at(update, total, self.cfg.optim, warmup.lr)
-        return self._update(samples, plans, warmup_loss_spec(self.cfg), lr)
+        items = [self._item(sample, plan) for sample, plan in zip(samples, plans, strict=True)]
+        return self._update(samples, items, warmup_loss_spec(self.cfg), lr)
+
+    def _item(self, sample: RolloutSample, plan: BlockPlan) -> TrainItem:
+        return TrainItem(sample.sample_id, sample.prompt_ids, sample.response_ids, plan)
 
     # -- on-policy steps -------------------------------------------------------------------------------------------------------------
 
@@ -197,16 +223,18 @@ class Loop:
     def _opd_updates(self) -> list[StepMetrics]:
         """The queued samples, `update_epochs` times, in `updates_per_step` mini-batches of one optimiser step each."""
         trainer = self.cfg.trainer
-        plans = [self._opd_plan(sample) for sample in self.queue]
+        items = [self._item(sample, self._opd_plan(sample)) for sample in self.queue]
+        if self.cfg.opd.policy_gradient:
+            items = with_policy_terms(items, self.queue, self.trainers.score(items), self.reward, self.cfg.opd.reward_weight)
         per_step = trainer.updates_per_step * trainer.update_epochs
         total = math.ceil(self.total_steps / trainer.update_accumulation_steps) * per_step
         first = (math.ceil(self.progress.opd_step / trainer.update_accumulation_steps) - 1) * per_step
-        batches = mini_batches(len(plans), trainer.updates_per_step, trainer.update_epochs, trainer.seed, self.progress.opd_step)
+        batches = mini_batches(len(items), trainer.updates_per_step, trainer.update_epochs, trainer.seed, self.progress.opd_step)
         metrics: list[StepMetrics] = []
         for index, batch in enumerate(batches):
             lr = lr_at(first + index, total, self.cfg.optim)
             check = index == 0 and self._replay_check_due()
-            metrics.extend(self._update([self.queue[i] for i in batch], [plans[i] for i in batch], opd_loss_spec(self.cfg), lr, check))
+            metrics.extend(self._update([self.queue[i] for i in batch], [items[i] for i in batch], opd_loss_spec(self.cfg), lr, check))
             if check:
                 self._judge_replay(metrics)
         return metrics
@@ -255,24 +283,20 @@ class Loop:
             return self.fleet.generate(prompts, sampling, self.progress.version)
 
     def _update(
-        self, samples: Sequence[RolloutSample], plans: Sequence[BlockPlan], spec: LossSpec, lr: float, check_replay: bool = False
+        self, samples: Sequence[RolloutSample], items: Sequence[TrainItem], spec: LossSpec, lr: float, check_replay: bool = False
     ) -> list[StepMetrics]:
         """One optimiser step. The normalisers are counted here, over the whole mini-batch, so no split can change the result."""
         lengths = [len(sample.response_ids) for sample in samples]
-        totals = stream_totals(plans, lengths, spec)
-        items = [
-            TrainItem(sample.sample_id, sample.prompt_ids, sample.response_ids, plan)
-            for sample, plan in zip(samples, plans, strict=True)
-            if plan.response_block or plan.refused_block
-        ]
+        totals = stream_totals([item.plan for item in items], lengths, spec)
+        supervised = [item for item in items if item.plan.response_block or item.plan.refused_block]
         update = StepMetrics()
-        for part in self.trainers.update(items, totals, spec, lr, check_replay):
+        for part in self.trainers.update(supervised, totals, spec, lr, check_replay):
             update.merge(part)
         self.progress.version += 1
         # micro-batches and ranks add up to one update's loss; updates of a step average
         if (loss := update.sums.pop("actor/distillation/loss", None)) is not None:
             update.add_mean("actor/distillation/loss", loss, 1)
-        counts = [plan_counts(plan, sample) for plan, sample in zip(plans, samples, strict=True)]
+        counts = [plan_counts(item.plan, sample) for item, sample in zip(items, samples, strict=True)]
         return [update, *counts]
 
     def _sync(self) -> None:

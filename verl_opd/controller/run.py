@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,7 @@ from verl_opd.config.schema import Config
 from verl_opd.controller.cases import CaseLog
 from verl_opd.controller.console import Console
 from verl_opd.controller.fleet import Fleet
-from verl_opd.controller.loop import Loop
+from verl_opd.controller.loop import Loop, Reward
 from verl_opd.controller.placement import Placement, place
 from verl_opd.controller.progress import Progress, SnapshotWriter
 from verl_opd.controller.rundir import RunDir, write_atomic
@@ -53,6 +54,7 @@ class Plan:
     benchmarks: dict[str, list[Prompt]]
     vocabulary: Vocabulary | None
     decode: Callable[[Sequence[int]], str]
+    reward: Reward | None
 
     @property
     def token_map(self) -> str | None:
@@ -126,7 +128,18 @@ def prepare(cfg: Config) -> Plan:
     train, report = load(data.train_files, max_samples=data.max_samples)
     benchmarks = {name: load([path], max_samples=data.val_max_samples)[0] for name, path in data.val_files.items()}
     vocabulary = family.vocabulary(draft_config, cfg.draft.path)
-    return Plan(cfg, device, draft_config, train, report, benchmarks, vocabulary, lambda ids: str(tokenizer.decode(list(ids))))
+    reward = None if cfg.opd.reward is None else load_reward(cfg.opd.reward)
+    return Plan(cfg, device, draft_config, train, report, benchmarks, vocabulary, lambda ids: str(tokenizer.decode(list(ids))), reward)
+
+
+def load_reward(name: str) -> Reward:
+    """The function that opd.reward names as "module:function"; ConfigError when there is none."""
+    module, _, function = name.partition(":")
+    try:
+        found: Reward = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"opd.reward={name} is not an importable module:function ({error})") from error
+    return found
 
 
 def engine_settings(plan: Plan, placement: Placement, draft_path: Path, logs: Path) -> list[EngineSettings]:
@@ -234,6 +247,7 @@ def train(cfg: Config, argv: list[str]) -> None:
                 plan.identity,
                 plan.facts,
                 CaseLog(run.logs / "cases.log", plan.decode),
+                plan.reward,
                 None if plan.vocabulary is None else frozenset(plan.vocabulary.token_ids.tolist()),
             )
             try:

@@ -66,6 +66,12 @@ class Trainers:
         )
         return parts
 
+    def score(self, items: Sequence[TrainItem]) -> dict[str, tuple[float, ...]]:
+        """The current draft's log-prob of every response label, by sample id."""
+        shares = balance(items, len(self._ranks))
+        parts = ray.get([rank.score.remote(share) for rank, share in zip(self._ranks, shares, strict=True)])
+        return {name: values for part in parts for name, values in part.items()}
+
     def snapshot(self, path: Path, version: int) -> DraftSnapshot:
         snapshot: DraftSnapshot = self._all("snapshot", str(path), version)[0]
         return snapshot

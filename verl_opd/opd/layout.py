@@ -8,7 +8,7 @@ row F + j - 1, as every causal language model does. The block's context is the t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -47,7 +47,8 @@ class Layout:
 
     input_ids [b, S] int64 right-padded with 0; lengths [b] int64; anchors [b, N] int64 full-sequence indices (0 where padded);
     block_keep [b, N] bool; block_size B. block_tokens [b, N, B] int64: the anchor token and the tokens that followed it while drafting: the
-    engine's proposals, in a block that no engine drafted the response's own tokens (0 beyond its end).
+    engine's proposals, in a block that no engine drafted the response's own tokens (0 beyond its end). old_logprob, reward: float32, parallel to the
+    response stream (TrainItem); old_logprob is empty when the items carry none.
     """
 
     input_ids: Tensor
@@ -59,6 +60,8 @@ class Layout:
     response: Stream
     refused: Stream
     drafted: Stream
+    old_logprob: Tensor = field(default_factory=lambda: torch.zeros(0))
+    reward: Tensor = field(default_factory=lambda: torch.zeros(0))
 
     @property
     def context_len(self) -> int:
@@ -94,6 +97,8 @@ def build_layout(items: Sequence[TrainItem], device: torch.device | str = "cpu")
         response=_response_stream(items, device),
         refused=_refused_stream(items, device),
         drafted=_drafted_stream(items, device),
+        old_logprob=torch.tensor(_old_logprobs(items), dtype=torch.float32, device=device),
+        reward=torch.tensor([item.reward for item in items for _ in item.plan.response_label], dtype=torch.float32, device=device),
     )
 
 
@@ -173,6 +178,13 @@ def _drafted_stream(items: Sequence[TrainItem], device: torch.device | str) -> S
     ]
     sample, slots, tokens, offsets = torch.tensor(entries, dtype=torch.long, device=device).reshape(-1, 4).unbind(1)
     return Stream(sample, slots, tokens, offsets, torch.zeros(0, dtype=torch.long, device=device), torch.zeros(0, device=device))
+
+
+def _old_logprobs(items: Sequence[TrainItem]) -> list[float]:
+    for item in items:
+        if item.old_logprobs and len(item.old_logprobs) != len(item.plan.response_label):
+            raise ValueError(f"sample {item.sample_id}: {len(item.old_logprobs)} old log-probs for {len(item.plan.response_label)} labels")
+    return [value for item in items for value in item.old_logprobs]
 
 
 def cost(item: TrainItem) -> int:

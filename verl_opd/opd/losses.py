@@ -35,6 +35,8 @@ class LossSpec:
     log_prob_min_clamp: float | None = -10.0
     convention: str = "exact"
     teacher_temperature: float = 1.0
+    policy_gradient: bool = False
+    clip_ratio: float = 0.2
 
     def __post_init__(self) -> None:
         known = {"response_loss": RESPONSE_LOSSES, "rejected_loss": REJECTED_LOSSES, "convention": CONVENTIONS}
@@ -90,6 +92,13 @@ def absolute(student: Tensor, teacher: Tensor, min_clamp: float | None = None) -
 
 
 SINGLE_TOKEN: dict[str, SingleToken] = {"forward_kl": bernoulli_forward_kl, "k1": k1, "k2": k2, "k3": k3, "abs": absolute}
+
+
+def policy_loss(student: Tensor, old: Tensor, advantage: Tensor, clip_ratio: float) -> Tensor:
+    """PPO's clipped objective per token [M]: -min(r A, clip(r, 1 - c, 1 + c) A) with r = exp(s - s_old); gradient into `student` only."""
+    ratio = (student.float() - old.float()).clamp(-20.0, 20.0).exp()
+    a = advantage.detach()
+    return -torch.minimum(ratio * a, ratio.clamp(1 - clip_ratio, 1 + clip_ratio) * a)
 
 
 def _log_probs(student_logits: Tensor, teacher_logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -188,7 +197,8 @@ def combine(
     Parts add up over micro-batches and ranks to the loss of the whole mini-batch. A denominator of 0 gives 0, still attached to the graph.
     """
     denominator = totals.denominator(spec)
-    response = (clamp_values(response_values, spec.loss_max_clamp) * position_weights(response_offsets, spec.response_position_decay)).sum()
+    limit = None if spec.policy_gradient else spec.loss_max_clamp  # there it bounds the advantages already
+    response = (clamp_values(response_values, limit) * position_weights(response_offsets, spec.response_position_decay)).sum()
     refused = (clamp_values(refused_values, spec.loss_max_clamp) * position_weights(refused_offsets, spec.rejected_position_decay)).sum()
     numerator = spec.response_stream_weight * response + spec.rejected_stream_weight * refused
     return numerator / denominator if denominator > 0 else numerator * 0.0

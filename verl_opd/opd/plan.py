@@ -38,12 +38,18 @@ class BlockPlan:
 
 @dataclass(frozen=True)
 class TrainItem:
-    """What a training rank needs of one sample: token ids and its blocks."""
+    """What a training rank needs of one sample: token ids and its blocks.
+
+    For the policy-gradient form: old_logprobs, the drafting draft's log-prob of every response label (parallel to plan.response_label), and
+    reward, the sample's part of the advantage.
+    """
 
     sample_id: str
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
     plan: BlockPlan
+    old_logprobs: tuple[float, ...] = ()
+    reward: float = 0.0
 
 
 def item_rng(seed: int, step: int, key: str) -> np.random.Generator:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from verl_opd.drafts.base import OwnHead
 from verl_opd.opd.layout import Layout
-from verl_opd.opd.losses import FULL_VOCABULARY, SINGLE_TOKEN, LossSpec
+from verl_opd.opd.losses import FULL_VOCABULARY, SINGLE_TOKEN, LossSpec, clamp_values, policy_loss
 from verl_opd.targets.base import TargetFeatures
 from verl_opd.training.lm_head import label_gaps, label_logprobs, own_logprobs, own_row_divergence, row_divergence, slot_logprobs
 
@@ -23,6 +23,10 @@ class Head(Protocol):
 
     def divergence(self, rows: Tensor, teacher_rows: Tensor, name: str) -> Tensor:
         """The full-vocabulary loss `name` [M] float32 between hidden rows [M, h] of draft and target."""
+        ...
+
+    def logprobs(self, rows: Tensor, tokens: Tensor) -> Tensor:
+        """Log-probs [M] float32 of `tokens` [M] at hidden rows [M, h]; without gradient."""
         ...
 
     def gaps(self, rows: Tensor, tokens: Tensor) -> Tensor:
@@ -55,6 +59,17 @@ def _teacher_logprobs(layout: Layout, target_hidden: Tensor, head: Tensor, chunk
     return label_logprobs(target_hidden[scored], head, layout.input_ids.flatten()[scored + 1], chunk)[index]
 
 
+def _single_token(layout: Layout, student: Tensor, teacher: Tensor | None, spec: LossSpec) -> Tensor:
+    """Response values from log-probs of the labels; in the policy-gradient form the detached value, negated, is the advantage."""
+    if teacher is None:
+        return -student
+    values = SINGLE_TOKEN[spec.response_loss](student, teacher, spec.log_prob_min_clamp)
+    if not spec.policy_gradient:
+        return values
+    advantage = layout.reward - clamp_values(values.detach(), spec.loss_max_clamp)
+    return policy_loss(student, layout.old_logprob, advantage, spec.clip_ratio)
+
+
 class FrozenHead:
     """The target's head: logits are computed once, and nothing but the hidden rows gets a gradient."""
 
@@ -75,15 +90,15 @@ class FrozenHead:
         used, index = torch.unique(torch.cat((row_r, row_j)), return_inverse=True)
         student = slot_logprobs(hidden[used], head, index, torch.cat((response.token, refused.token)), chunk)
         student_r, student_j = student.split((len(row_r), len(row_j)))
-        if spec.response_loss == "cross_entropy":
-            values = -student_r
-        else:
-            teacher = _teacher_logprobs(layout, target_hidden, head, chunk)
-            values = SINGLE_TOKEN[spec.response_loss](student_r, teacher, clamp)
+        teacher = None if spec.response_loss == "cross_entropy" else _teacher_logprobs(layout, target_hidden, head, chunk)
+        values = _single_token(layout, student_r, teacher, spec)
         return values, refused_value(student_j, refused.teacher_logprob, clamp)
 
     def divergence(self, rows: Tensor, teacher_rows: Tensor, name: str) -> Tensor:
         return row_divergence(rows, teacher_rows, self._weight, FULL_VOCABULARY[name], self._chunk)
+
+    def logprobs(self, rows: Tensor, tokens: Tensor) -> Tensor:
+        return label_logprobs(rows, self._weight, tokens, self._chunk)
 
     def gaps(self, rows: Tensor, tokens: Tensor) -> Tensor:
         return label_gaps(rows, self._weight, tokens, self._chunk)
@@ -119,15 +134,16 @@ class TrainableHead:
             values = self.divergence(hidden[row_r], target_hidden[_target_rows(layout)], spec.response_loss)
         else:
             student_r = own_logprobs(hidden[row_r], self._weight, self._draft_ids(response.token), self._chunk)
-            if spec.response_loss == "cross_entropy":
-                values = -student_r
-            else:
-                teacher = _teacher_logprobs(layout, target_hidden, self._target_head, self._chunk)
-                values = SINGLE_TOKEN[spec.response_loss](student_r, teacher, clamp)
+            wants_teacher = spec.response_loss != "cross_entropy"
+            teacher = _teacher_logprobs(layout, target_hidden, self._target_head, self._chunk) if wants_teacher else None
+            values = _single_token(layout, student_r, teacher, spec)
         return values, SINGLE_TOKEN[spec.rejected_loss](student_j, refused.teacher_logprob, clamp)
 
     def divergence(self, rows: Tensor, teacher_rows: Tensor, name: str) -> Tensor:
         return own_row_divergence(rows, self._weight, teacher_rows, self._restricted, FULL_VOCABULARY[name], self._chunk)
+
+    def logprobs(self, rows: Tensor, tokens: Tensor) -> Tensor:
+        return label_logprobs(rows, self._weight.detach(), self._draft_ids(tokens), self._chunk)
 
     def gaps(self, rows: Tensor, tokens: Tensor) -> Tensor:
         return label_gaps(rows, self._weight.detach(), self._draft_ids(tokens), self._chunk)

@@ -107,6 +107,26 @@ class DraftTrainer:
         self._step(lr, metrics, usable=finite and totals.denominator(spec) > 0)
         return metrics
 
+    @torch.no_grad()
+    def score(self, items: Sequence[TrainItem]) -> dict[str, tuple[float, ...]]:
+        """The draft's log-prob of every response label of this rank's `items`, by sample id; collective, like `update`."""
+        micro_batches = split_micro_batches(items, self.cfg.training.max_tokens_per_micro_batch)
+        count = torch.tensor(len(micro_batches), device=self.device)
+        dist.all_reduce(count, op=dist.ReduceOp.MAX)
+        scores: dict[str, tuple[float, ...]] = {}
+        for index in range(int(count)):
+            if index >= len(micro_batches):
+                self._zero_loss()
+                continue
+            layout = build_layout(micro_batches[index], self.device)
+            features = self.target.features(layout.input_ids, layout.lengths)
+            hidden = self._replay(features.aux[:, : layout.context_len], layout).flatten(0, 1)
+            rows = slot_rows(layout, layout.response.sample, layout.response.slot)
+            values = self._head().logprobs(hidden[rows], layout.response.token)
+            parts = values.split([len(item.plan.response_label) for item in micro_batches[index]])
+            scores.update({item.sample_id: tuple(part.tolist()) for item, part in zip(micro_batches[index], parts, strict=True)})
+        return scores
+
     def _loss(self, items: list[TrainItem], totals: StreamTotals, spec: LossSpec, metrics: StepMetrics, check_replay: bool) -> Tensor:
         layout = build_layout(items, self.device)
         features = self.target.features(layout.input_ids, layout.lengths)

@@ -57,6 +57,9 @@ class TrainRank:
     def update(self, items: list[TrainItem], totals: StreamTotals, spec: LossSpec, lr: float, check_replay: bool = False) -> StepMetrics:
         return self._trainer.update(items, totals, spec, lr, check_replay)
 
+    def score(self, items: list[TrainItem]) -> dict[str, tuple[float, ...]]:
+        return self._trainer.score(items)
+
     def snapshot(self, path: str, version: int) -> DraftSnapshot | None:
         return self._trainer.snapshot(path, version)
 
