@@ -6,7 +6,8 @@ from collections import Counter
 
 import pytest
 
-from verl_opd.controller.loop import due, mini_batches
+from verl_opd.controller.loop import due
+from verl_opd.controller.updates import mini_batches
 
 
 @pytest.mark.parametrize(

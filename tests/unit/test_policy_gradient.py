@@ -11,8 +11,8 @@ import torch
 
 from tests.rollouts import worked_sample
 from tests.training import LR, SPEC, make_items, make_trainer, process_group, save_models, totals_of
-from verl_opd.controller.loop import with_policy_terms
 from verl_opd.controller.run import load_reward
+from verl_opd.controller.updates import with_policy_terms
 from verl_opd.errors import ConfigError
 from verl_opd.opd.layout import build_layout
 from verl_opd.opd.losses import policy_loss

@@ -20,13 +20,14 @@ from verl_opd.config.schema import Config
 from verl_opd.controller.cases import CaseLog
 from verl_opd.controller.console import Console
 from verl_opd.controller.fleet import Fleet
-from verl_opd.controller.loop import Loop, Reward
+from verl_opd.controller.loop import Loop
 from verl_opd.controller.placement import Placement, place
 from verl_opd.controller.progress import Progress, SnapshotWriter
 from verl_opd.controller.rundir import RunDir, write_atomic
 from verl_opd.controller.summary import print_summary, write_summary
 from verl_opd.controller.trackers import Trackers
 from verl_opd.controller.trainers import Trainers
+from verl_opd.controller.updates import Reward
 from verl_opd.controller.validate import Benchmarks
 from verl_opd.data.loader import PromptLoader
 from verl_opd.data.prompts import DataReport, Prompt, load_prompts
