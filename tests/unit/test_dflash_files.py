@@ -109,9 +109,9 @@ def test_a_separate_mask_embedding_is_refused(saved: Path) -> None:
 
 
 def test_registry() -> None:
-    assert family_names() == ["dflash", "eagle3"]
+    assert family_names() == ["dflash", "dspark", "eagle3"]
     assert (FAMILY.name, FAMILY.engine_method) == ("dflash", "dflash")
-    with pytest.raises(ConfigError, match=r"draft\.family='eagle9' is unknown; available: dflash, eagle3"):
+    with pytest.raises(ConfigError, match=r"draft\.family='eagle9' is unknown; available: dflash, dspark, eagle3"):
         get_family("eagle9")
 
 
@@ -120,4 +120,4 @@ def test_a_new_folder_is_a_new_family(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "newcomer" / "__init__.py").write_text("FAMILY = 'the newcomer'\n")
     monkeypatch.setattr(drafts, "__path__", [*drafts.__path__, str(tmp_path)])
     assert get_family("newcomer") == "the newcomer"
-    assert family_names() == ["dflash", "eagle3", "newcomer"]
+    assert family_names() == ["dflash", "dspark", "eagle3", "newcomer"]

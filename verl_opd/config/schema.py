@@ -23,7 +23,7 @@ class TargetConfig:
 class DraftConfig:
     """The trainable draft. With `path` its config comes from there; otherwise it is derived from the target and the keys below."""
 
-    family: str = "dflash"  # dflash | eagle3
+    family: str = "dflash"  # dflash | eagle3 | dspark (accelerators only)
     path: str | None = None  # HF-format draft directory to start from; null = random initialisation
     num_hidden_layers: int | None = None  # null = 2 for dflash, 1 for eagle3 (which has no other)
     block_size: int | None = None  # B: 1 anchor + B-1 proposals; null = rollout.num_speculative_tokens + 1

@@ -106,6 +106,10 @@ def prepare(cfg: Config) -> Plan:
     check_target_supported(target_config)
 
     family, tokens = get_family(cfg.draft.family), cfg.rollout.num_speculative_tokens
+    if family.v2_runner and device.name == "cpu":
+        raise ConfigError(
+            f"draft.family={family.name} is drafted with by vLLM's V2 model runner only, which does not run on a CPU: use an accelerator, or dflash or eagle3"
+        )
     if cfg.draft.path is not None:
         cfg.draft.path = local_directory(cfg.draft.path)
         draft_config = family.load_config(cfg.draft.path, target_config)
@@ -160,6 +164,7 @@ def engine_settings(plan: Plan, placement: Placement, draft_path: Path, logs: Pa
             mask_token_id=family.mask_token_id(plan.draft_config),
             engine_names=family.engine_names,
             token_map=plan.token_map,
+            v2_runner=family.v2_runner,
             max_model_len=length,
             max_num_seqs=rollout.max_num_seqs,
             gpu_memory_utilization=rollout.gpu_memory_utilization,

@@ -30,7 +30,7 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class OwnHead:
-    """A trainable LM head: weight [Vd, h]; vocabulary None when Vd is the target's whole vocabulary."""
+    """A trainable LM head: weight [Vd, width of what `replay` returns]; vocabulary None when Vd is the target's whole vocabulary."""
 
     weight: Tensor
     vocabulary: Vocabulary | None
@@ -39,13 +39,15 @@ class OwnHead:
 class DraftFamily(Protocol):
     """name: value of draft.family. engine_method: vLLM's speculative_config["method"]. engine_names: (prefix of a parameter in vLLM's draft
     module, after its leading "model.", public prefix) where the two differ. has_own_head: whether drafts bring an LM head instead of borrowing the target's.
-    chained: whether a proposal is drafted from the one before it, so that a slot after a refused one has seen the refused token."""
+    chained: whether a proposal is drafted from the one before it, so that a slot after a refused one has seen the refused token.
+    v2_runner: whether only vLLM's V2 model runner drafts with it, which needs an accelerator."""
 
     name: str
     engine_method: str
     engine_names: tuple[tuple[str, str], ...]
     has_own_head: bool
     chained: bool
+    v2_runner: bool
 
     def derive_config(self, target: PretrainedConfig, draft: DraftConfig, num_speculative_tokens: int) -> dict[str, Any]:
         """config.json of a new draft for `target`."""
@@ -96,8 +98,9 @@ class DraftFamily(Protocol):
         """
         ...
 
-    def own_head(self, draft: nn.Module) -> OwnHead | None:
-        """The draft's own LM head; None where it borrows the target's. Under FSDP only after `replay`, while the root's weights are whole."""
+    def own_head(self, draft: nn.Module, target_head: Tensor) -> OwnHead | None:
+        """The head for what `replay` returns, when it is not just the target's [V, h]; None when it is. Under FSDP only after `replay`, while the
+        root's weights are whole."""
         ...
 
     def vocabulary(self, config: Mapping[str, Any], path: str | None) -> Vocabulary | None:

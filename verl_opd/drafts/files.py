@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from verl_opd.errors import ConfigError
 
@@ -65,6 +65,26 @@ def read_weights(path: str) -> dict[str, Tensor]:
     for file in files:
         tensors.update(load_file(file))
     return tensors
+
+
+_EMBEDDING = "embed_tokens.weight"
+
+
+def load_into(draft: nn.Module, path: str, embed: Callable[[Tensor], Tensor] | None = None) -> None:
+    """Load the draft directory `path` into `draft`, as DraftFamily.load_weights says. Copies of the target's embedding and head, which some files
+    carry, are left out; an embedding that differs from the target's is refused."""
+    tensors = read_weights(path)
+    expected = draft.state_dict()
+    brought = tensors.pop(_EMBEDDING, None)
+    if "lm_head.weight" not in expected:
+        tensors.pop("lm_head.weight", None)
+    if brought is not None and embed is not None:
+        known = embed(torch.arange(len(brought))).cpu()
+        if not torch.equal(known.to(torch.bfloat16), brought.to(torch.bfloat16)):
+            raise ConfigError(f"draft.path={path}: {_EMBEDDING} differs from the target's; only drafts that use the target's are supported")
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    compare(shapes, {name: tuple(tensor.shape) for name, tensor in expected.items()}, f"draft.path={path}")
+    draft.load_state_dict({name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()})
 
 
 def compare(found: Mapping[str, Any], expected: Mapping[str, Any], where: str) -> None:

@@ -42,6 +42,7 @@ class EngineSettings:
     max_num_seqs: int
     engine_names: tuple[tuple[str, str], ...] = ()
     token_map: str | None = None
+    v2_runner: bool = False
     device: str = "cpu"
     trust_remote_code: bool = False
     gpu_memory_utilization: float = 0.4
@@ -64,9 +65,10 @@ class GenerateResult:
 
 
 def engine_environment(settings: EngineSettings) -> dict[str, str | None]:
-    """Variables to set (None = remove) before vLLM is imported. The recorder knows the V1 runner's seam, so V1 is chosen where both exist."""
+    """Variables to set (None = remove) before vLLM is imported. V1 is chosen where both runners draft with the family: its
+    seam is the one that has been run."""
     env: dict[str, str | None] = {
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_USE_V2_MODEL_RUNNER": "1" if settings.v2_runner else "0",
         "VLLM_NO_USAGE_STATS": "1",  # nothing leaves this machine
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
     }

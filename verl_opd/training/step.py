@@ -182,7 +182,7 @@ class DraftTrainer:
 
     def _head(self) -> Head:
         """After a replay, while FSDP holds the root's weights whole."""
-        chunk, own = self.cfg.training.lm_head_chunk_size, self.family.own_head(self.draft)
+        chunk, own = self.cfg.training.lm_head_chunk_size, self.family.own_head(self.draft, self.target.lm_head_weight)
         return FrozenHead(self.target.lm_head_weight, chunk) if own is None else TrainableHead(own, self.target.lm_head_weight, chunk)
 
     def _replay_check(self, layout: Layout, hidden: Tensor, head: Head) -> StepMetrics:

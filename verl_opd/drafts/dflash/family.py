@@ -25,6 +25,7 @@ class DFlash:
     engine_names = ()
     has_own_head = False
     chained = False
+    v2_runner = False
 
     def derive_config(self, target: PretrainedConfig, draft: DraftConfig, num_speculative_tokens: int) -> dict[str, Any]:
         return dflash_config.derive_config(target, draft, num_speculative_tokens)
@@ -59,11 +60,7 @@ class DFlash:
         return draft
 
     def load_weights(self, draft: nn.Module, path: str, embed: Callable[[Tensor], Tensor] | None = None) -> None:
-        tensors = files.read_weights(path)
-        expected = draft.state_dict()
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        files.compare(shapes, {name: tuple(tensor.shape) for name, tensor in expected.items()}, f"draft.path={path}")
-        draft.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+        files.load_into(draft, path, embed)
 
     def shard_units(self, draft: nn.Module) -> list[nn.Module]:
         return list(cast(DFlashDraft, draft).layers)
@@ -81,7 +78,7 @@ class DFlash:
         hidden: Tensor = draft(features, inputs.flatten(1, 2), slot_positions(layout), [masks[kind] for kind in attention])
         return hidden
 
-    def own_head(self, draft: nn.Module) -> None:
+    def own_head(self, draft: nn.Module, target_head: Tensor) -> None:
         return None
 
     def vocabulary(self, config: Mapping[str, Any], path: str | None) -> None:

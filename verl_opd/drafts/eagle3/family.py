@@ -18,8 +18,6 @@ from verl_opd.drafts.eagle3.model import Eagle3Draft
 from verl_opd.errors import ConfigError
 from verl_opd.opd.layout import Layout
 
-_EMBEDDING = "embed_tokens.weight"
-
 
 class Eagle3:
     name = "eagle3"
@@ -27,6 +25,7 @@ class Eagle3:
     engine_names = (("layers.0.", "midlayer."),)
     has_own_head = True
     chained = True
+    v2_runner = False
 
     def derive_config(self, target: PretrainedConfig, draft: DraftConfig, num_speculative_tokens: int) -> dict[str, Any]:
         return eagle3_config.derive_config(target, draft)
@@ -60,18 +59,7 @@ class Eagle3:
         return draft
 
     def load_weights(self, draft: nn.Module, path: str, embed: Callable[[Tensor], Tensor] | None = None) -> None:
-        tensors = files.read_weights(path)
-        brought = tensors.pop(_EMBEDDING, None)
-        if brought is not None and embed is not None:
-            known = embed(torch.arange(len(brought))).cpu()
-            if not torch.equal(known.to(torch.bfloat16), brought.to(torch.bfloat16)):
-                raise ConfigError(
-                    f"draft.path={path}: {_EMBEDDING} differs from the target's; only drafts that use the target's are supported"
-                )
-        expected = draft.state_dict()
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        files.compare(shapes, {name: tuple(tensor.shape) for name, tensor in expected.items()}, f"draft.path={path}")
-        draft.load_state_dict({name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()})
+        files.load_into(draft, path, embed)
 
     def shard_units(self, draft: nn.Module) -> list[nn.Module]:
         return []  # one layer and its head: the root is the unit
@@ -90,7 +78,7 @@ class Eagle3:
         hidden: Tensor = draft(features, context, blocks, layout.anchors)
         return hidden.flatten(1, 2)
 
-    def own_head(self, draft: nn.Module) -> OwnHead:
+    def own_head(self, draft: nn.Module, target_head: Tensor) -> OwnHead:
         module = cast(Eagle3Draft, draft)
         vocabulary = Vocabulary(module.d2t + torch.arange(len(module.d2t), device=module.d2t.device)) if hasattr(module, "d2t") else None
         return OwnHead(module.lm_head.weight, vocabulary)

@@ -1,0 +1,174 @@
+"""DSpark: config, replay against a left-to-right reference decode, Markov head in loss and files. (B5, B7 of the field reports.)"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from tests.drafts import MASK, VOCAB, make_layout, target_config
+from tests.training import ObservedTrainer, calm, make_config, process_group, save_models
+from verl_opd.config.schema import DraftConfig
+from verl_opd.drafts import get_family
+from verl_opd.drafts.dspark.config import as_dflash
+from verl_opd.drafts.files import write_draft
+from verl_opd.errors import ConfigError
+from verl_opd.opd.losses import LossSpec, stream_totals
+from verl_opd.opd.metrics import reduce_metrics
+from verl_opd.opd.plan import TrainItem, plan_opd
+from verl_opd.opd.trace import Event, RolloutSample, check_trace, trace_from_events
+
+FAMILY, DFLASH, K = get_family("dspark"), get_family("dflash"), 3
+
+
+def spark_config(**changes: Any) -> dict[str, Any]:
+    keys = DraftConfig(mask_token_id=MASK, target_layer_ids=[1, 3, 5], num_hidden_layers=2)
+    return {**FAMILY.derive_config(target_config(LlamaConfig), keys, K), "markov_rank": 8, **changes}
+
+
+def spark_draft(**changes: Any) -> nn.Module:
+    draft = FAMILY.build(spark_config(**changes), seed=3, init_std=0.2)
+    with torch.no_grad():
+        draft.markov_head.markov_w2.weight.mul_(4)  # so that the token before decides
+    return draft
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("spark")
+    save_models(folder)
+    write_draft(spark_draft().state_dict(), spark_config(), folder / "spark")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with process_group(tmp_path_factory.mktemp("group") / "store"):
+        yield
+
+
+def decode(root: Path, prompt: list[int], length: int) -> RolloutSample:
+    """Greedy speculative decoding, one block at a time: K slots from the anchor on, then left to right with the Markov bias of the token before."""
+    target = AutoModelForCausalLM.from_pretrained(root / "target", dtype=torch.float32)
+    draft = FAMILY.build(spark_config(), seed=0, init_std=0.0)
+    FAMILY.load_weights(draft, str(root / "spark"))
+    backbone = DFLASH.build(as_dflash(spark_config()), seed=0, init_std=0.0)
+    backbone.load_state_dict({name: tensor for name, tensor in draft.state_dict().items() if not name.startswith("markov_head")})
+    w1, w2 = draft.markov_head.markov_w1.weight, draft.markov_head.markov_w2.weight
+    embed, ids, events = target.get_input_embeddings(), list(prompt), list[Event]()
+    with torch.no_grad():
+        ids.append(int(target(torch.tensor([ids])).logits[0, -1].argmax()))
+        while len(ids) - len(prompt) < length:
+            anchor = len(ids) - 1
+            states = target(torch.tensor([ids]), output_hidden_states=True).hidden_states
+            aux = torch.cat([states[i + 1] for i in (1, 3, 5)], -1)[:, :anchor]
+            slots = embed(torch.tensor([[[ids[anchor], *[MASK] * (K - 1)]]]))
+            hidden = DFLASH.replay(backbone, aux, slots, make_layout([len(ids)], [[anchor]], K))[0]
+            drafted: list[int] = []
+            for slot in range(K):
+                before = drafted[-1] if drafted else ids[anchor]
+                drafted.append(int((target.lm_head.weight @ hidden[slot] + w2 @ w1[before]).argmax()))
+            logits = target(torch.tensor([ids + drafted])).logits[0, anchor:]
+            choice = logits.argmax(-1).tolist()
+            accepted = next((i for i in range(K) if drafted[i] != choice[i]), K)
+            logprobs = torch.log_softmax(logits, -1)
+            events.append((accepted, drafted, [float(logprobs[i, drafted[i]]) for i in range(accepted, K)]))
+            ids += [*drafted[:accepted], choice[accepted]]
+    response = tuple(ids[len(prompt) : len(prompt) + length])
+    sample = RolloutSample("0-0", "t", tuple(prompt), response, trace_from_events(events, length), 0, "length")
+    check_trace(sample.trace, response)
+    return sample
+
+
+def trainer_for(root: Path) -> ObservedTrainer:
+    cfg = make_config(root)
+    cfg.draft.family, cfg.draft.path, cfg.rollout.num_speculative_tokens = "dspark", str(root / "spark"), K
+    return calm(ObservedTrainer(cfg, spark_config(), 0, 1, "cpu"))
+
+
+def update(trainer: ObservedTrainer, items: list[TrainItem], lr: float = 0.0) -> dict[str, float]:
+    spec = LossSpec(response_loss="cross_entropy", loss_max_clamp=None)
+    totals = stream_totals([item.plan for item in items], [len(item.response_ids) for item in items], spec)
+    return reduce_metrics([trainer.update(items, totals, spec, lr, check_replay=True)])
+
+
+def items_of(root: Path) -> list[TrainItem]:
+    samples = [replace(decode(root, prompt, 20), sample_id=f"0-{i}") for i, prompt in enumerate([[5, 9, 30], [7, 2, 60, 11, 3]])]
+    return [TrainItem(s.sample_id, s.prompt_ids, s.response_ids, plan_opd(s, block_size=K + 1, chained=True)) for s in samples]
+
+
+def test_replay_chooses_what_a_left_to_right_decode_proposed(root: Path, one_rank: None) -> None:
+    items = items_of(root)
+    trainer = trainer_for(root)
+    metrics = update(trainer, items, 1e-2)
+    assert metrics["opd/replay_slots"] > 60
+    assert metrics["opd/replay_mismatch_raw"] == 0
+    for name in ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight", "fc.weight"):
+        assert trainer.gradients[name].abs().sum() > 0
+    losses = [update(trainer, items, 1e-2)["actor/distillation/loss"] for _ in range(6)]
+    assert losses[-1] < losses[0]
+
+
+def test_another_token_before_the_slot_is_found(root: Path, one_rank: None) -> None:
+    """B7: the Markov bias of slot k belongs to the token before it, the anchor's for the first."""
+    items = items_of(root)
+    late = [
+        replace(item, plan=replace(item.plan, drafted=tuple((tokens[1], *tokens[1:]) for tokens in item.plan.drafted))) for item in items
+    ]
+    assert update(trainer_for(root), late)["opd/replay_mismatch_raw"] > 0.1
+
+
+def test_files_hold_the_public_names_and_neither_embedding_nor_head(root: Path, one_rank: None, tmp_path: Path) -> None:
+    trainer = trainer_for(root)
+    trainer.export(str(tmp_path / "out"))
+    state = get_family("dspark").build(spark_config(), seed=0, init_std=0.0).state_dict()
+    assert {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight", "fc.weight", "norm.weight"} < state.keys()
+    assert not {name for name in state if "embed_tokens" in name or "lm_head" in name}
+    assert set(trainer.published()) == set(state)
+    again = FAMILY.build(FAMILY.load_config(str(tmp_path / "out")), seed=0, init_std=0.0)
+    FAMILY.load_weights(again, str(tmp_path / "out"))
+
+
+def test_a_confidence_head_is_carried_and_not_trained(tmp_path: Path) -> None:
+    config = spark_config(enable_confidence_head=True, confidence_head_with_markov=True)
+    draft = FAMILY.build(config, seed=1, init_std=0.1)
+    assert draft.confidence_head.proj.weight.shape == (1, config["hidden_size"] + 8)
+    assert not any(parameter.requires_grad for parameter in draft.confidence_head.parameters())
+    write_draft(draft.state_dict(), config, tmp_path / "d")
+    FAMILY.load_weights(FAMILY.build(config, seed=2, init_std=0.1), str(tmp_path / "d"))
+
+
+@pytest.mark.parametrize(
+    ("change", "tokens", "named"),
+    [
+        ({"markov_head_type": "rnn"}, K, "markov_head_type='rnn'"),
+        ({"markov_head_type": "gated"}, K, "markov_head_type='gated'"),
+        ({"sample_from_anchor": False}, K, "sample_from_anchor=False"),
+        ({"markov_rank": None}, K, "markov_rank"),
+        ({"architectures": ["DFlashDraftModel"]}, K, "DFlashDraftModel"),
+        ({"draft_vocab_size": 50}, K, "draft_vocab_size=50"),
+        ({"target_layer_ids": [5, 3]}, K, "[5, 3]"),
+        ({}, K + 1, f"rollout.num_speculative_tokens={K + 1} exceeds the {K} proposals"),
+        ({"vocab_size": 60}, K, f"vocab_size is 60 in the draft and {VOCAB}"),
+    ],
+)
+def test_what_would_not_be_replayed_is_refused(change: dict[str, Any], tokens: int, named: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        FAMILY.check(spark_config(**change), target_config(LlamaConfig), tokens, False)
+    assert named in str(caught.value)
+
+
+def test_derived_config_and_block() -> None:
+    FAMILY.check(spark_config(), target_config(LlamaConfig), K, False)
+    assert spark_config()["block_size"] == K
+    assert (FAMILY.block_size(spark_config(), K), FAMILY.mask_token_id(spark_config()), FAMILY.layer_ids(spark_config())) == (
+        K + 1,
+        MASK,
+        [1, 3, 5],
+    )

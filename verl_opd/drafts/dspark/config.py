@@ -1,0 +1,64 @@
+"""DSpark config.json: flat keys of public checkpoints, read as a DFlash draft with a Markov head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from verl_opd.config.schema import DraftConfig
+from verl_opd.drafts.dflash import config as dflash_config
+from verl_opd.errors import ConfigError
+
+ARCHITECTURE = "Qwen3DSparkModel"
+_RANK = 256
+
+
+def as_dflash(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The DFlash config.json of the same backbone."""
+    inner = {"target_layer_ids": config.get("target_layer_ids"), "mask_token_id": config.get("mask_token_id")}
+    return {**config, "architectures": ["DFlashDraftModel"], "dflash_config": inner}
+
+
+def derive_config(target: PretrainedConfig, draft: DraftConfig, num_speculative_tokens: int) -> dict[str, Any]:
+    """config.json of a new draft that fits `target`: one slot per proposal, the anchor's the first of them."""
+    config = dflash_config.derive_config(target, draft, num_speculative_tokens)
+    inner = config.pop("dflash_config")
+    return {
+        **config,
+        **inner,
+        "architectures": [ARCHITECTURE],
+        "block_size": draft.block_size or num_speculative_tokens,
+        "markov_rank": _RANK,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": False,
+        "sample_from_anchor": True,
+    }
+
+
+def check(config: Mapping[str, Any], target: PretrainedConfig, num_speculative_tokens: int) -> None:
+    """See DraftFamily.check."""
+    if ARCHITECTURE not in (config.get("architectures") or []):
+        raise ConfigError(f"the draft's architectures={config.get('architectures')} is not supported; {ARCHITECTURE} is")
+    absent = [name for name in ("markov_rank", "block_size", "mask_token_id", "target_layer_ids") if not config.get(name)]
+    if absent:
+        raise ConfigError(f"the draft's config.json has no {', '.join(absent)}: is it a DSpark draft?")
+    changes: dict[str, tuple[Any, tuple[Any, ...]]] = {
+        "markov_head_type": (config.get("markov_head_type"), (None, "vanilla")),
+        "sample_from_anchor": (config.get("sample_from_anchor"), (None, True)),
+        "dspark_draft_topk": (config.get("dspark_draft_topk"), (None,)),
+        "dspark_bonus_anchor": (config.get("dspark_bonus_anchor"), (None, False)),
+    }
+    wrong = [f"{name}={value!r}" for name, (value, same) in changes.items() if value not in same]
+    if wrong:
+        raise ConfigError(
+            f"this DSpark draft has {', '.join(wrong)}, which training does not support: it would not replay what the engine drafts"
+        )
+    block = int(config["block_size"])
+    if num_speculative_tokens > block:
+        raise ConfigError(
+            f"rollout.num_speculative_tokens={num_speculative_tokens} exceeds the {block} proposals of this draft (block_size)"
+        )
+    # the engine queries exactly K slots, so a shorter block is a block of its own
+    dflash_config.check({**as_dflash(config), "block_size": num_speculative_tokens + 1}, target, num_speculative_tokens, False)
