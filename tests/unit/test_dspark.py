@@ -172,3 +172,13 @@ def test_derived_config_and_block() -> None:
         MASK,
         [1, 3, 5],
     )
+
+
+def test_copies_of_the_targets_embedding_and_head_are_left_out_and_others_refused(tmp_path: Path) -> None:
+    table = torch.randn(VOCAB, 32, generator=torch.Generator().manual_seed(9)).bfloat16().float()
+    frozen = {"embed_tokens.weight": table, "lm_head.weight": table * 2}
+    write_draft({**spark_draft().state_dict(), **frozen}, spark_config(), tmp_path / "same")
+    FAMILY.load_weights(spark_draft(), str(tmp_path / "same"), frozen)
+    write_draft({**spark_draft().state_dict(), **frozen, "lm_head.weight": table}, spark_config(), tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"lm_head\.weight differs"):
+        FAMILY.load_weights(spark_draft(), str(tmp_path / "other"), frozen)

@@ -259,9 +259,9 @@ def test_an_embedding_of_its_own_is_refused_and_the_targets_is_not(tmp_path: Pat
     draft, table = eagle_draft(), torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(9)).bfloat16().float()
     for name, brought in (("same", table), ("other", table.roll(1, dims=0))):
         write_draft({**draft.state_dict(), "embed_tokens.weight": brought}, eagle_config(), tmp_path / name)
-    FAMILY.load_weights(eagle_draft(), str(tmp_path / "same"), lambda ids: table[ids])
+    FAMILY.load_weights(eagle_draft(), str(tmp_path / "same"), {"embed_tokens.weight": table})
     with pytest.raises(ConfigError, match=r"embed_tokens\.weight differs"):
-        FAMILY.load_weights(eagle_draft(), str(tmp_path / "other"), lambda ids: table[ids])
+        FAMILY.load_weights(eagle_draft(), str(tmp_path / "other"), {"embed_tokens.weight": table})
 
 
 def test_a_pruned_head_without_its_map_is_refused(tmp_path: Path) -> None:

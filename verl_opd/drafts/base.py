@@ -77,9 +77,9 @@ class DraftFamily(Protocol):
         """The draft with random float32 weights; its state_dict names are the public checkpoint names."""
         ...
 
-    def load_weights(self, draft: nn.Module, path: str, embed: Callable[[Tensor], Tensor] | None = None) -> None:
-        """Load the draft directory `path` into `draft`; ConfigError lists missing, unexpected and misshapen tensors, and names an embedding in
-        the file that is not the target's (`embed`: token ids [...] -> [..., h])."""
+    def load_weights(self, draft: nn.Module, path: str, frozen: Mapping[str, Tensor] | None = None) -> None:
+        """Load the draft directory `path` into `draft`; ConfigError lists missing, unexpected and misshapen tensors, and names a copy in the file
+        that is not the target's (`frozen`: "embed_tokens.weight" and "lm_head.weight" of the target)."""
         ...
 
     def shard_units(self, draft: nn.Module) -> list[nn.Module]:

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,23 +67,20 @@ def read_weights(path: str) -> dict[str, Tensor]:
     return tensors
 
 
-_EMBEDDING = "embed_tokens.weight"
+def load_into(draft: nn.Module, path: str, frozen: Mapping[str, Tensor] | None, copies: Sequence[str] = ()) -> None:
+    """Load the draft directory `path` into `draft`, as DraftFamily.load_weights says.
 
-
-def load_into(draft: nn.Module, path: str, embed: Callable[[Tensor], Tensor] | None = None) -> None:
-    """Load the draft directory `path` into `draft`, as DraftFamily.load_weights says. Copies of the target's embedding and head, which some files
-    carry, are left out; an embedding that differs from the target's is refused."""
+    copies: names of `frozen` that files of this family may carry; they are compared, in bf16, and left out.
+    """
     tensors = read_weights(path)
-    expected = draft.state_dict()
-    brought = tensors.pop(_EMBEDDING, None)
-    if "lm_head.weight" not in expected:
-        tensors.pop("lm_head.weight", None)
-    if brought is not None and embed is not None:
-        known = embed(torch.arange(len(brought))).cpu()
-        if not torch.equal(known.to(torch.bfloat16), brought.to(torch.bfloat16)):
-            raise ConfigError(f"draft.path={path}: {_EMBEDDING} differs from the target's; only drafts that use the target's are supported")
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    compare(shapes, {name: tuple(tensor.shape) for name, tensor in expected.items()}, f"draft.path={path}")
+    for name in copies:
+        brought = tensors.pop(name, None)
+        if brought is None or frozen is None:
+            continue
+        if brought.shape != frozen[name].shape or not torch.equal(frozen[name].cpu().to(torch.bfloat16), brought.to(torch.bfloat16)):
+            raise ConfigError(f"draft.path={path}: {name} differs from the target's; only drafts that use the target's are supported")
+    expected = {name: tuple(tensor.shape) for name, tensor in draft.state_dict().items()}
+    compare({name: tuple(tensor.shape) for name, tensor in tensors.items()}, expected, f"draft.path={path}")
     draft.load_state_dict({name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()})
 
 

@@ -62,7 +62,9 @@ class DraftTrainer:
         self.target: TargetBackend = CachedTarget(frozen, cache_mb << 20) if cache_mb else frozen
         draft = self.family.build(draft_config, seed=cfg.trainer.seed, init_std=cfg.draft.init_std)
         if cfg.draft.path is not None:
-            self.family.load_weights(draft, cfg.draft.path, self.target.embed)
+            head = self.target.lm_head_weight
+            table = self.target.embed(torch.arange(len(head), device=self.device))
+            self.family.load_weights(draft, cfg.draft.path, {"embed_tokens.weight": table, "lm_head.weight": head})
         draft.gradient_checkpointing = cfg.training.gradient_checkpointing  # type: ignore[assignment]
         draft.to(self.device).train()
         mesh = init_device_mesh(self.device.type, (world_size,))

@@ -56,8 +56,8 @@ class DSpark:
                 nn.init.normal_(module.weight, std=init_std, generator=generator)
         return draft
 
-    def load_weights(self, draft: nn.Module, path: str, embed: Callable[[Tensor], Tensor] | None = None) -> None:
-        files.load_into(draft, path, embed)
+    def load_weights(self, draft: nn.Module, path: str, frozen: Mapping[str, Tensor] | None = None) -> None:
+        files.load_into(draft, path, frozen, ("embed_tokens.weight", "lm_head.weight"))
 
     def shard_units(self, draft: nn.Module) -> list[nn.Module]:
         return list(cast(DSparkDraft, draft).layers)
