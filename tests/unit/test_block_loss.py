@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.drafts import MASK, draft_config, make_layout
-from tests.training import BLOCK, LR, SPEC, make_item, make_items, make_trainer, process_group, save_models, totals_of
+from tests.training import BLOCK, LR, SPEC, make_item, make_items, make_trainer, totals_of
 from verl_opd.drafts import get_family
 from verl_opd.opd.losses import stream_totals
 from verl_opd.opd.plan import TrainItem
@@ -26,19 +25,6 @@ def block_items() -> list[TrainItem]:
     """Refused proposals stand where an engine refuses them: before the response ends."""
     a, b, _, d = make_items()
     return [a, b, make_item("c", 8, 6, [(0, [1])], ((0, 1, 90, -7.5), (2, 2, 33, -9.5), (2, 3, 34, -9.0))), d]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("block-loss")
-    save_models(root)
-    return root
-
-
-@pytest.fixture(scope="module")
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with process_group(tmp_path_factory.mktemp("group") / "store"):
-        yield
 
 
 def reference(draft: torch.nn.Module, target: torch.nn.Module, items: list[TrainItem], temperature: float) -> tuple[Tensor, int]:

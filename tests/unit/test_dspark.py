@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.drafts import MASK, VOCAB, make_layout, target_config
-from tests.training import ObservedTrainer, calm, make_config, process_group, save_models
+from tests.training import ObservedTrainer, calm, make_config, save_models
 from verl_opd.config.schema import DraftConfig
 from verl_opd.drafts import get_family
 from verl_opd.drafts.dspark.config import as_dflash
@@ -45,12 +44,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_models(folder)
     write_draft(spark_draft().state_dict(), spark_config(), folder / "spark")
     return folder
-
-
-@pytest.fixture(scope="module")
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with process_group(tmp_path_factory.mktemp("group") / "store"):
-        yield
 
 
 def decode(root: Path, prompt: list[int], length: int) -> RolloutSample:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from tests.rollouts import worked_sample
-from tests.training import LR, SPEC, make_items, make_trainer, process_group, save_models, totals_of
+from tests.training import LR, SPEC, make_items, make_trainer, totals_of
 from verl_opd.controller.run import load_reward
 from verl_opd.controller.updates import with_policy_terms
 from verl_opd.errors import ConfigError
@@ -19,19 +18,6 @@ from verl_opd.opd.losses import policy_loss
 from verl_opd.opd.plan import TrainItem, plan_opd
 
 PG = replace(SPEC, response_loss="k1", rejected_stream_weight=0.0, policy_gradient=True, log_prob_min_clamp=None, loss_max_clamp=2.0)
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("policy")
-    save_models(root)
-    return root
-
-
-@pytest.fixture(scope="module")
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with process_group(tmp_path_factory.mktemp("group") / "store"):
-        yield
 
 
 def test_the_clipped_objective_by_hand() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.training import LR, SPEC, ObservedTrainer, Ranks, make_items, make_trainer, process_group, save_models, totals_of
+from tests.training import LR, SPEC, ObservedTrainer, Ranks, make_items, make_trainer, save_models, totals_of
 from verl_opd.drafts.snapshot import checksum
 from verl_opd.training.export import verify_draft
 
@@ -63,12 +62,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("state")
     save_models(folder)
     return folder
-
-
-@pytest.fixture(scope="module")
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with process_group(tmp_path_factory.mktemp("group") / "store"):
-        yield
 
 
 @pytest.fixture(scope="module")

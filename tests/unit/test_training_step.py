@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,6 @@ from tests.training import (
     make_item,
     make_items,
     make_trainer,
-    process_group,
-    save_models,
     totals_of,
 )
 from verl_opd.drafts import get_family
@@ -90,19 +87,6 @@ def two_ranks(root: Path, rank: int, world: int) -> dict[str, Any]:
     metrics = trainer.update([], totals_of([]), SPEC, LR)
     results["nothing"] = (metrics, before, trainer.weights())
     return results
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("training")
-    save_models(root)
-    return root
-
-
-@pytest.fixture(scope="module")
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with process_group(tmp_path_factory.mktemp("group") / "store"):
-        yield
 
 
 @pytest.fixture(scope="module")

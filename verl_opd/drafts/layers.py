@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -55,3 +57,19 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+
+
+def random_init(module: nn.Module, seed: int, std: float) -> None:
+    """Normal weights in every linear layer and embedding of `module`; norms stay at one."""
+    generator = torch.Generator().manual_seed(seed)
+    for part in module.modules():
+        if isinstance(part, nn.Linear | nn.Embedding):
+            nn.init.normal_(part.weight, std=std, generator=generator)
+
+
+def masked_block_embeds(embed: Callable[[Tensor], Tensor], mask_token_id: int, anchor_ids: Tensor, slots: int) -> Tensor:
+    """Embeddings [b, N, slots, h] of blocks: the anchor token (anchor_ids [b, N]), then mask tokens."""
+    mask = embed(torch.tensor(mask_token_id, device=anchor_ids.device))
+    embeds = mask.expand(*anchor_ids.shape, slots, -1).clone()
+    embeds[:, :, 0] = embed(anchor_ids)
+    return embeds

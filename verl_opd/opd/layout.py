@@ -69,8 +69,11 @@ class Layout:
         return int(self.anchors.max())
 
 
-def build_layout(items: Sequence[TrainItem], device: torch.device | str = "cpu") -> Layout:
-    """Pad `items` (same block size, at least one) into tensors on `device`. ValueError for a plan that does not fit its sample."""
+def build_layout(items: Sequence[TrainItem], device: torch.device | str = "cpu", drafted: bool = True) -> Layout:
+    """Pad `items` (same block size, at least one) into tensors on `device`. ValueError for a plan that does not fit its sample.
+
+    drafted False leaves the drafted stream empty: only the replay check looks at it, and it is the longest.
+    """
     sizes = {item.plan.block_size for item in items}
     if len(sizes) != 1:
         raise ValueError(f"a micro-batch needs one block size, got {sorted(sizes)}")
@@ -96,7 +99,7 @@ def build_layout(items: Sequence[TrainItem], device: torch.device | str = "cpu")
         block_size=sizes.pop(),
         response=_response_stream(items, device),
         refused=_refused_stream(items, device),
-        drafted=_drafted_stream(items, device),
+        drafted=_drafted_stream(items if drafted else (), device),
         old_logprob=torch.tensor(_old_logprobs(items), dtype=torch.float32, device=device),
         reward=torch.tensor([item.reward for item in items for _ in item.plan.response_label], dtype=torch.float32, device=device),
     )

@@ -115,7 +115,7 @@ class TrainableHead:
         self._weight, self._target_head, self._chunk = own.weight, target_head, chunk
         vocabulary = own.vocabulary
         self._ids = None if vocabulary is None else vocabulary.draft_ids(target_head.shape[0])
-        self._restricted = target_head if vocabulary is None else target_head[vocabulary.token_ids]
+        self._vocabulary = vocabulary
 
     def _draft_ids(self, tokens: Tensor) -> Tensor:
         if self._ids is None:
@@ -140,7 +140,8 @@ class TrainableHead:
         return values, SINGLE_TOKEN[spec.rejected_loss](student_j, refused.teacher_logprob, clamp)
 
     def divergence(self, rows: Tensor, teacher_rows: Tensor, name: str) -> Tensor:
-        return own_row_divergence(rows, self._weight, teacher_rows, self._restricted, FULL_VOCABULARY[name], self._chunk)
+        teacher = self._target_head if self._vocabulary is None else self._target_head[self._vocabulary.token_ids]
+        return own_row_divergence(rows, self._weight, teacher_rows, teacher, FULL_VOCABULARY[name], self._chunk)
 
     def logprobs(self, rows: Tensor, tokens: Tensor) -> Tensor:
         return label_logprobs(rows, self._weight.detach(), self._draft_ids(tokens), self._chunk)
@@ -149,4 +150,4 @@ class TrainableHead:
         return label_gaps(rows, self._weight.detach(), self._draft_ids(tokens), self._chunk)
 
     def attached_zero(self) -> Tensor:
-        return self._weight.float().sum() * 0.0
+        return self._weight[0, 0].float() * 0.0

@@ -89,15 +89,9 @@ class DraftTrainer:
         The step is skipped, and counted in actor/skipped_steps, when loss or gradient are not finite on any rank, or when no rank supervises
         anything: AdamW's momentum would move the weights even then.
         """
-        micro_batches = split_micro_batches(items, self.cfg.training.max_tokens_per_micro_batch)
-        count = torch.tensor(len(micro_batches), device=self.device)
-        dist.all_reduce(count, op=dist.ReduceOp.MAX)
         metrics, summed = StepMetrics(), torch.zeros((), device=self.device)
-        for index in range(max(1, int(count))):
-            if index < len(micro_batches):
-                loss = self._loss(micro_batches[index], totals, spec, metrics, check_replay)
-            else:
-                loss = self._zero_loss()
+        for micro_batch in self._micro_batches(items) or [None]:
+            loss = self._loss(micro_batch, totals, spec, metrics, check_replay) if micro_batch else self._zero_loss()
             (loss * self.world_size).backward()  # FSDP averages over ranks; totals are global already
             summed += loss.detach()
         dist.all_reduce(summed)  # a token whose loss is not finite has no gradient once its value is clamped, so the norm would not show it
@@ -112,27 +106,34 @@ class DraftTrainer:
     @torch.no_grad()
     def score(self, items: Sequence[TrainItem]) -> dict[str, tuple[float, ...]]:
         """The draft's log-prob of every response label of this rank's `items`, by sample id; collective, like `update`."""
-        micro_batches = split_micro_batches(items, self.cfg.training.max_tokens_per_micro_batch)
-        count = torch.tensor(len(micro_batches), device=self.device)
-        dist.all_reduce(count, op=dist.ReduceOp.MAX)
         scores: dict[str, tuple[float, ...]] = {}
-        for index in range(int(count)):
-            if index >= len(micro_batches):
+        for micro_batch in self._micro_batches(items):
+            if micro_batch is None:
                 self._zero_loss()
                 continue
-            layout = build_layout(micro_batches[index], self.device)
-            features = self.target.features(layout.input_ids, layout.lengths)
-            hidden = self._replay(features.aux[:, : layout.context_len], layout).flatten(0, 1)
+            layout = build_layout(micro_batch, self.device, drafted=False)
+            _, hidden = self._forward(layout)
             rows = slot_rows(layout, layout.response.sample, layout.response.slot)
             values = self._head().logprobs(hidden[rows], layout.response.token)
-            parts = values.split([len(item.plan.response_label) for item in micro_batches[index]])
-            scores.update({item.sample_id: tuple(part.tolist()) for item, part in zip(micro_batches[index], parts, strict=True)})
+            parts = values.split([len(item.plan.response_label) for item in micro_batch])
+            scores.update({item.sample_id: tuple(part.tolist()) for item, part in zip(micro_batch, parts, strict=True)})
         return scores
 
-    def _loss(self, items: list[TrainItem], totals: StreamTotals, spec: LossSpec, metrics: StepMetrics, check_replay: bool) -> Tensor:
-        layout = build_layout(items, self.device)
+    def _micro_batches(self, items: Sequence[TrainItem]) -> list[list[TrainItem] | None]:
+        """This rank's micro-batches, with None where another rank still has one: collectives have to meet."""
+        own: list[list[TrainItem] | None] = [*split_micro_batches(items, self.cfg.training.max_tokens_per_micro_batch)]
+        count = torch.tensor(len(own), device=self.device)
+        dist.all_reduce(count, op=dist.ReduceOp.MAX)
+        return own + [None] * (int(count) - len(own))
+
+    def _forward(self, layout: Layout) -> tuple[TargetFeatures, Tensor]:
+        """Target features, and the draft's hidden states of all slots, flat [b*N*B, h]."""
         features = self.target.features(layout.input_ids, layout.lengths)
-        hidden = self._replay(features.aux[:, : layout.context_len], layout).flatten(0, 1)
+        return features, self._replay(features.aux[:, : layout.context_len], layout).flatten(0, 1)
+
+    def _loss(self, items: list[TrainItem], totals: StreamTotals, spec: LossSpec, metrics: StepMetrics, check_replay: bool) -> Tensor:
+        layout = build_layout(items, self.device, drafted=check_replay)
+        features, hidden = self._forward(layout)
         head = self._head()
         if check_replay:
             metrics.merge(self._replay_check(layout, hidden.detach(), head))

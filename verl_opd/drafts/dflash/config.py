@@ -137,11 +137,7 @@ def _check_complete(config: Mapping[str, Any]) -> None:
 
 
 def _check_target(config: Mapping[str, Any], target: PretrainedConfig) -> None:
-    for key in ("hidden_size", "vocab_size"):
-        if config[key] != getattr(target, key):
-            raise ConfigError(
-                f"draft does not fit the target: {key} is {config[key]} in the draft and {getattr(target, key)} in the target"
-            )
+    files.check_sizes(config, target)
     count = target.num_hidden_layers
     if config.get("num_target_layers") not in (None, count):
         raise ConfigError(f"draft does not fit the target: made for {config['num_target_layers']} target layers, the target has {count}")

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
@@ -15,6 +14,7 @@ from verl_opd.drafts import files
 from verl_opd.drafts.dflash import config as dflash_config
 from verl_opd.drafts.dflash.model import DFlashDraft
 from verl_opd.drafts.dflash.replay import slot_positions, visibility
+from verl_opd.drafts.layers import masked_block_embeds, random_init
 from verl_opd.errors import ConfigError
 from verl_opd.opd.layout import Layout
 
@@ -53,10 +53,7 @@ class DFlash:
 
     def build(self, config: Mapping[str, Any], *, seed: int, init_std: float) -> nn.Module:
         draft = DFlashDraft(config)
-        generator = torch.Generator().manual_seed(seed)
-        for module in draft.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=init_std, generator=generator)
+        random_init(draft, seed, init_std)
         return draft
 
     def load_weights(self, draft: nn.Module, path: str, frozen: Mapping[str, Tensor] | None = None) -> None:
@@ -67,10 +64,7 @@ class DFlash:
 
     def inputs(self, config: Mapping[str, Any], embed: Callable[[Tensor], Tensor], layout: Layout) -> Tensor:
         """Embeddings [b, N, B, h]: the anchor token, then mask tokens."""
-        mask = embed(torch.tensor(self.mask_token_id(config), device=layout.anchors.device))
-        embeds = mask.expand(*layout.anchors.shape, layout.block_size, -1).clone()
-        embeds[:, :, 0] = embed(layout.block_tokens[:, :, 0])
-        return embeds
+        return masked_block_embeds(embed, self.mask_token_id(config), layout.block_tokens[:, :, 0], layout.block_size)
 
     def replay(self, draft: nn.Module, features: Tensor, inputs: Tensor, layout: Layout) -> Tensor:
         attention = cast(DFlashDraft, draft).attention

@@ -17,6 +17,7 @@ from verl_opd.drafts.base import OwnHead
 from verl_opd.drafts.dflash.replay import slot_positions, visibility
 from verl_opd.drafts.dspark import config as dspark_config
 from verl_opd.drafts.dspark.model import DSparkDraft
+from verl_opd.drafts.layers import masked_block_embeds, random_init
 from verl_opd.opd.layout import Layout
 
 
@@ -50,10 +51,7 @@ class DSpark:
 
     def build(self, config: Mapping[str, Any], *, seed: int, init_std: float) -> nn.Module:
         draft = DSparkDraft(config)
-        generator = torch.Generator().manual_seed(seed)
-        for module in draft.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=init_std, generator=generator)
+        random_init(draft, seed, init_std)
         return draft
 
     def load_weights(self, draft: nn.Module, path: str, frozen: Mapping[str, Tensor] | None = None) -> None:
@@ -64,10 +62,7 @@ class DSpark:
 
     def inputs(self, config: Mapping[str, Any], embed: Callable[[Tensor], Tensor], layout: Layout) -> Tensor:
         """Embeddings [b, N, K, h]: the anchor token, then mask tokens; one slot per proposal."""
-        mask = embed(torch.tensor(self.mask_token_id(config), device=layout.anchors.device))
-        embeds = mask.expand(*layout.anchors.shape, layout.block_size - 1, -1).clone()
-        embeds[:, :, 0] = embed(layout.block_tokens[:, :, 0])
-        return embeds
+        return masked_block_embeds(embed, self.mask_token_id(config), layout.block_tokens[:, :, 0], layout.block_size - 1)
 
     def replay(self, draft: nn.Module, features: Tensor, inputs: Tensor, layout: Layout) -> Tensor:
         """The engine's slot i, at position anchor + i, predicts anchor + 1 + i: it becomes slot i + 1 of a layout whose slots stand where they predict."""

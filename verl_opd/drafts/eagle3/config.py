@@ -95,11 +95,7 @@ def check(config: Mapping[str, Any], target: PretrainedConfig) -> None:
     if absent:
         raise ConfigError(f"the draft's config.json has no {', '.join(absent)}: is it an EAGLE-3 draft?")
     _check_supported(config)
-    for key in ("hidden_size", "vocab_size"):
-        if config[key] != getattr(target, key):
-            raise ConfigError(
-                f"draft does not fit the target: {key} is {config[key]} in the draft and {getattr(target, key)} in the target"
-            )
+    files.check_sizes(config, target)
     size = config.get("draft_vocab_size")
     if size is not None and not (isinstance(size, int) and 0 < size <= config["vocab_size"]):
         raise ConfigError(f"draft_vocab_size={size!r} must be a whole number from 1 to vocab_size={config['vocab_size']}")

@@ -15,6 +15,7 @@ from verl_opd.drafts import files
 from verl_opd.drafts.base import OwnHead, Vocabulary
 from verl_opd.drafts.eagle3 import config as eagle3_config
 from verl_opd.drafts.eagle3.model import Eagle3Draft
+from verl_opd.drafts.layers import random_init
 from verl_opd.errors import ConfigError
 from verl_opd.opd.layout import Layout
 
@@ -52,10 +53,7 @@ class Eagle3:
 
     def build(self, config: Mapping[str, Any], *, seed: int, init_std: float) -> nn.Module:
         draft = Eagle3Draft(config)
-        generator = torch.Generator().manual_seed(seed)
-        for module in draft.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=init_std, generator=generator)
+        random_init(draft, seed, init_std)
         return draft
 
     def load_weights(self, draft: nn.Module, path: str, frozen: Mapping[str, Tensor] | None = None) -> None:
