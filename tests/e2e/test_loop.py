@@ -140,3 +140,30 @@ def test_an_overfitted_draft_is_nearly_always_accepted_also_by_plain_vllm(tiny_l
     )
     plain = json.loads(served.splitlines()[-1])["tau"]
     assert plain == pytest.approx(tau, rel=0.1), "the exported draft accepts in plain vLLM what it accepted in training"
+
+
+def test_teacher_servers_score_what_the_rollout_committed(tiny_llama_dir: Path, tiny_qwen3_dir: Path, folder: Path):
+    """Two teachers of one vocabulary, one of them not the target, on placement of their own; rows name theirs."""
+    rows = [{"prompt": f"say {i}", "domain": ("plain", "other")[i % 2]} for i in range(4)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    output = run(
+        command(
+            tiny_llama_dir,
+            folder,
+            "trainer.n_student_workers=1",
+            "trainer.total_training_steps=1",
+            "trainer.val_before_train=false",
+            "data.val_files={}",
+            "opd.response_loss=forward_kl_topk",
+            "teacher.top_k=8",
+            "teacher.key=domain",
+            f"teacher.models={{plain: {tiny_llama_dir}, other: {tiny_qwen3_dir}}}",
+        )
+    )
+    assert f"teacher servers plain: 1 x {tiny_llama_dir}, other: 1 x {tiny_qwen3_dir}" in output
+    assert {path.name for path in (folder / "run" / "logs").glob("teacher_*.log")} == {"teacher_0.log", "teacher_1.log"}
+    (row,) = [row for row in metrics_of(folder) if "actor/distillation/loss" in row]
+    assert row["actor/distillation/loss"] > 0
+    assert 0 < row["actor/distillation/student_mass"] < row["actor/distillation/teacher_mass"] < 1
+    assert row["opd/replay_mismatch"] == 0
+    assert undocumented(set(row) - {"step", "time"}) == set()

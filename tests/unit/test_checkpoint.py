@@ -236,3 +236,13 @@ def test_another_runs_checkpoint_is_refused_with_every_difference(store: Checkpo
     check_identity(checkpoint, IDENTITY)
     with pytest.raises(ConfigError, match=r"target: checkpoint 't', now 'u'; draft_config: checkpoint 'abc', now 'def'\)"):
         check_identity(checkpoint, {**IDENTITY, "target": "u", "draft_config": "def"})
+
+
+def test_a_run_copied_without_its_links_is_refused_before_it_trains(store: CheckpointStore, tmp_path: Path) -> None:
+    save(store, 3)
+    shutil.copytree(tmp_path, tmp_path.parent / "copy")  # follows links, as many copying tools do
+    copied = CheckpointStore(tmp_path.parent / "copy", keep_last=2)
+    with pytest.raises(ConfigError, match="latest is a directory where a link to a step_<n> beside it belongs"):
+        resolve_resume("auto", None, copied)
+    shutil.rmtree(copied.root / "latest")
+    assert resolve_resume("auto", None, copied) == (copied.root / "step_3").resolve()

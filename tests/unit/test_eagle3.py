@@ -20,7 +20,7 @@ from verl_opd.drafts.files import write_draft
 from verl_opd.errors import ConfigError
 from verl_opd.opd.losses import FULL_VOCABULARY
 from verl_opd.opd.plan import plan_opd
-from verl_opd.training.lm_head import own_logprobs, own_row_divergence
+from verl_opd.training.lm_head import against_target, own_logprobs, own_row_loss
 from verl_opd.training.scoring import TrainableHead
 
 FAMILY = get_family("eagle3")
@@ -298,7 +298,7 @@ def test_full_vocabulary_losses_restrict_the_target_to_the_draft_vocabulary() ->
     rows, teacher, own, target = torch.randn(4, 12), torch.randn(4, 12), torch.randn(3, 12), torch.randn(20, 12)
     ids = torch.tensor([2, 11, 19])
     p, q = ((x.double() @ w.double().T).softmax(1) for x, w in ((teacher, target[ids]), (rows, own)))
-    values = own_row_divergence(rows, own, teacher, target[ids], FULL_VOCABULARY["full_forward_kl"], 3)
+    values = own_row_loss(rows, own, against_target(FULL_VOCABULARY["full_forward_kl"], target[ids]), 3, teacher)[:, 0]
     torch.testing.assert_close(values.double(), (p * (p / q).log()).sum(1), atol=1e-5, rtol=1e-4)
 
 

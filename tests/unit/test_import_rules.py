@@ -15,7 +15,7 @@ MAX_LINES = 600
 MAX_TOTAL_LINES = 12_000
 
 RAY_PLACES = ("controller/", "rollout/", "training/worker.py")
-VLLM_PLACES = ("rollout/engine/", "rollout/server.py", "targets/vllm.py")
+VLLM_PLACES = ("rollout/engine/", "rollout/server.py", "rollout/teacher.py", "targets/vllm.py")
 RAY_FREE = ("drafts/", "targets/")
 
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from verl_opd.opd.losses import FULL_VOCABULARY, full_forward_kl
-from verl_opd.training.lm_head import label_logprobs, row_divergence, slot_logprobs
+from verl_opd.training.lm_head import against_target, label_logprobs, row_loss, slot_logprobs
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_row_forward_kl_and_gradient_equal_float64(problem, chunk):
     rows, weight, _, _ = problem
     teacher = rows + 0.01 * torch.randn_like(rows)  # p near q, where low precision hurts most
     ours = rows.clone().requires_grad_()
-    values = row_divergence(ours, teacher, weight, full_forward_kl, chunk)
+    values = row_loss(ours, weight, against_target(full_forward_kl, weight), chunk, teacher)[:, 0]
     grad = torch.linspace(0.5, 2, len(rows))
     values.backward(grad)
     reference = rows.double().clone().requires_grad_()
@@ -74,7 +74,7 @@ def test_every_divergence_through_the_head_equals_plain_autograd_in_float64(prob
     teacher = rows + distance * torch.randn_like(rows)
     ours = rows.clone().requires_grad_()
     grad = torch.linspace(0.5, 2, len(rows))
-    values = row_divergence(ours, teacher, weight, FULL_VOCABULARY[name], 4)
+    values = row_loss(ours, weight, against_target(FULL_VOCABULARY[name], weight), 4, teacher)[:, 0]
     values.backward(grad)
     reference = rows.double().clone().requires_grad_()
     p, q = torch.softmax(teacher.double() @ weight.double().T, 1), torch.softmax(reference @ weight.double().T, 1)

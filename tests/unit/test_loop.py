@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from verl_opd.controller.loop import due
+from verl_opd.config.schema import Config
+from verl_opd.controller.loop import Loop, due
+from verl_opd.controller.progress import Progress
 from verl_opd.controller.updates import mini_batches
 
 
@@ -30,3 +35,48 @@ def test_further_passes_are_whole_shuffled_and_repeatable():
     assert batches == mini_batches(12, 3, 3, seed=1, step=7)
     assert batches[3:6] != batches[6:]
     assert batches[3:] != mini_batches(12, 3, 3, seed=1, step=8)[3:]
+
+
+class Quiet:
+    """Any attribute is a context manager that does nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        @contextmanager
+        def nothing(*args: Any):
+            yield SimpleNamespace()
+
+        return nothing
+
+
+@pytest.mark.parametrize(
+    ("warmup_done", "opd_done", "expected"),
+    [(6, 4, []), (6, 2, ["after_opd"]), (3, 0, ["after_warmup", "after_opd"])],
+    ids=["nothing left", "OPD made longer", "warm-up made longer"],
+)
+def test_a_phase_that_trains_again_is_measured_again(warmup_done: int, opd_done: int, expected: list[str]):
+    """A finished run continued with more steps must not report the result of the shorter one."""
+    measured: list[str] = []
+    results = {"before": [], "after_warmup": [], "after_opd": []}
+    progress = Progress(warmup_step=warmup_done, opd_step=opd_done, results=results)  # type: ignore[arg-type]
+
+    def validate(stage: str) -> None:
+        if stage not in progress.results:
+            measured.append(stage)
+
+    cfg = Config()
+    cfg.trainer.warmup_steps = 6
+    loop = SimpleNamespace(
+        cfg=cfg,
+        progress=progress,
+        total_steps=4,
+        clock=Quiet(),
+        console=Quiet(),
+        fleet=SimpleNamespace(sleep=lambda: None),
+        _sync=lambda: None,
+        _warmup=lambda bar: None,
+        _opd=lambda bar: None,
+        _validate_stage=validate,
+        _save=lambda: None,
+    )
+    Loop.run(loop)  # type: ignore[arg-type]
+    assert measured == expected

@@ -25,7 +25,7 @@ from verl_opd.opd.losses import (
 )
 from verl_opd.opd.metrics import StepMetrics, reduce_metrics
 from verl_opd.opd.plan import TrainItem, plan_opd
-from verl_opd.training.lm_head import row_divergence
+from verl_opd.training.lm_head import against_target, row_loss
 
 # -- divergences ---------------------------------------------------------------------------------------------------------------------
 
@@ -158,7 +158,7 @@ def test_the_chunked_head_computes_the_same_full_forward_kl():
     rows, teacher, head = torch.randn(7, 8), torch.randn(7, 8), torch.randn(30, 8)
     plain, chunked = rows.clone().requires_grad_(), rows.clone().requires_grad_()
     expected = full_forward_kl(plain @ head.T, teacher @ head.T)
-    values = row_divergence(chunked, teacher, head, full_forward_kl, 3)
+    values = row_loss(chunked, head, against_target(full_forward_kl, head), 3, teacher)[:, 0]
     (expected.sum() + values.sum()).backward()
     torch.testing.assert_close(values, expected)
     torch.testing.assert_close(chunked.grad, plain.grad, atol=1e-5, rtol=1e-5)

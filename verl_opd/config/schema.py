@@ -86,7 +86,7 @@ class OpdConfig:
 
     convention: str = "exact"  # exact | draft_opd
     response_span: str = "segment"  # segment | block: how far after an anchor labels reach
-    # forward_kl, k2, k3, abs: on the one committed token; cross_entropy: needs no teacher; full_forward_kl, tv, lk_alpha, lk_lambda: full vocabulary
+    # forward_kl, k2, k3, abs: on the one committed token; forward_kl_topk: on a teacher server's likeliest tokens; cross_entropy: needs no teacher; full_forward_kl, tv, lk_alpha, lk_lambda: full vocabulary
     # e2e_tv: total variation of whole blocks, refused proposals included (needs rejected_stream_weight 0)
     response_loss: str = "forward_kl"
     rejected_loss: str = "k3"  # k2, k3, abs, forward_kl: on the refused token
@@ -111,6 +111,22 @@ class OpdConfig:
     replay_check_freq: int = 1  # compare replayed slots with the engine's proposals every N OPD updates of fresh rollouts; -1 = never
     max_replay_mismatch: float | None = 0.02  # share of slots off by more than a near tie that stops the run; null = only report it
     max_replay_mismatch_raw: float | None = 0.1  # the same for slots that differ at all (bf16 engines: about 3% are near ties)
+
+
+@dataclass
+class TeacherConfig:
+    """Who scores the committed tokens of on-policy steps: the trainer's own copy of the target, or vLLM servers on devices of their own.
+    Refused tokens keep the log-probs that the target gave while it refused them; warm-up is always scored in the trainer."""
+
+    source: str = "auto"  # auto | composed | server: auto = composed, unless other models are named or the loss needs a server
+    models: dict[str, str] = field(default_factory=dict)  # name -> HF directory; empty = the target; one = for every sample
+    key: str = "data_source"  # several models: the field of a data row that names its teacher
+    replicas: int = 1  # servers per model, a device each
+    top_k: int = 32  # tokens per position for opd.response_loss=forward_kl_topk
+    max_num_seqs: int = 64  # per server
+    gpu_memory_utilization: float = 0.5
+    kv_cache_gb: int | None = None  # CPU only
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)  # any vLLM engine argument
 
 
 @dataclass
@@ -194,6 +210,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     opd: OpdConfig = field(default_factory=OpdConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)

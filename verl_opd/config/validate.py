@@ -11,8 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from verl_opd.config.schema import Config
+from verl_opd.config.teacher import teacher_models
 from verl_opd.errors import ConfigError
-from verl_opd.opd.names import BLOCK_LOSSES, CONVENTIONS, ESTIMATORS, REJECTED_LOSSES, RESPONSE_LOSSES, RESPONSE_SPANS
+from verl_opd.opd.names import (
+    BLOCK_LOSSES,
+    CONVENTIONS,
+    ESTIMATORS,
+    REJECTED_LOSSES,
+    RESPONSE_LOSSES,
+    RESPONSE_SPANS,
+    TEACHER_SOURCES,
+    TOP_K_LOSS,
+)
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "target.dtype": ("bfloat16", "float32"),
@@ -21,7 +31,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "opd.response_span": RESPONSE_SPANS,
     "opd.response_loss": RESPONSE_LOSSES,
     "opd.rejected_loss": REJECTED_LOSSES,
-    "warmup.loss": RESPONSE_LOSSES,
+    "teacher.source": TEACHER_SOURCES,
+    "warmup.loss": tuple(name for name in RESPONSE_LOSSES if name != TOP_K_LOSS),
     "training.param_dtype": ("bfloat16", "float32"),
     "training.attention": ("sdpa", "eager"),
     "trainer.device": ("auto", "cpu", "cuda", "npu"),
@@ -45,6 +56,9 @@ _AT_LEAST_1 = [
     "rollout.agent.num_workers",
     "rollout.agent.max_concurrency",
     "opd.response_anchor_stride",
+    "teacher.replicas",
+    "teacher.top_k",
+    "teacher.max_num_seqs",
     "warmup.updates_per_step",
     "warmup.samples_per_update",
     "warmup.anchors_per_sample",
@@ -77,6 +91,7 @@ _POSITIVE = [
     "opd.clip_ratio",
     "draft.init_std",
     "rollout.kv_cache_gb",
+    "teacher.kv_cache_gb",
     "rollout.start_timeout",
     "rollout.request_timeout",
     "opd.loss_max_clamp",
@@ -87,6 +102,7 @@ _POSITIVE = [
 _FRACTION_WITHOUT_0 = [
     "rollout.top_p",
     "rollout.gpu_memory_utilization",
+    "teacher.gpu_memory_utilization",
     "opd.rejected_position_decay",
     "opd.response_position_decay",
     "warmup.position_decay",
@@ -124,6 +140,7 @@ def validate(cfg: Config) -> None:
     _check_batches(cfg)
     _check_rollout(cfg)
     _check_streams(cfg)
+    teacher_models(cfg)
     _check_resume(cfg)
 
 
@@ -167,7 +184,8 @@ def _check_files(cfg: Config) -> None:
     for key, path in named:
         if not Path(path).is_file():
             raise ConfigError(f"{key}: file {path} does not exist (looked in {Path.cwd()} and among the shipped examples)")
-    for key, model in (("target.path", cfg.target.path), ("draft.path", cfg.draft.path)):
+    teachers = [(f"teacher.models.{name}", path) for name, path in cfg.teacher.models.items()]
+    for key, model in [("target.path", cfg.target.path), ("draft.path", cfg.draft.path), *teachers]:
         if model is None or Path(model).is_dir():
             continue
         if Path(model).exists():

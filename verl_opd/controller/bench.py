@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from dataclasses import replace
 
 import ray
 
@@ -35,7 +36,7 @@ def run(cfg: Config, argv: list[str]) -> None:
     directory = RunDir(cfg.trainer.run_dir)
     directory.open(plan.identity, resume=True)
     directory.describe(to_yaml(cfg), argv)
-    with running(plan, directory, console, None) as (placement, trainers, fleet):
+    with running(replace(plan, teachers={}), directory, console, None) as (placement, trainers, fleet):
         writer = SnapshotWriter(directory.root, placement.on_this_node, 2 * trainers.draft_parameters)
         results = {**_recorder(plan, fleet, console), **_push(writer, trainers, fleet)}
     console.table("bench", ["measure", "value"], [[name, f"{value:.4g}"] for name, value in results.items()])

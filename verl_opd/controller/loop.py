@@ -76,11 +76,13 @@ class Loop:
             self._validate_stage("before")
         warmup_steps = self.cfg.trainer.warmup_steps
         if self.progress.warmup_step < warmup_steps:
+            self.progress.results.pop("after_warmup", None)  # a finished phase that is made longer is measured again
             with self.console.phase("warm-up", warmup_steps, self.progress.warmup_step) as bar:
                 self._warmup(bar)
         if warmup_steps:
             self._validate_stage("after_warmup")
         if self.progress.opd_step < self.total_steps:
+            self.progress.results.pop("after_opd", None)
             with self.console.phase("OPD", self.total_steps, self.progress.opd_step) as bar:
                 self._opd(bar)
         if self.total_steps:
@@ -132,7 +134,7 @@ class Loop:
         return self._update(samples, items, warmup_loss_spec(self.cfg), lr)
 
     def _item(self, sample: RolloutSample, plan: BlockPlan) -> TrainItem:
-        return TrainItem(sample.sample_id, sample.prompt_ids, sample.response_ids, plan)
+        return TrainItem(sample.sample_id, sample.prompt_ids, sample.response_ids, plan, teacher=sample.teacher)
 
     # -- on-policy steps -------------------------------------------------------------------------------------------------------------
 
@@ -141,7 +143,7 @@ class Loop:
         collected: list[StepMetrics] = []
         rollouts = 0
         while self.progress.opd_step < self.total_steps:
-            samples = self._rollout()
+            samples = self._rollout(score=True)
             self.queue.extend(samples)
             collected.append(rollout_metrics(samples, self.cfg.data.max_response_length))
             self.progress.opd_step += 1
@@ -208,7 +210,8 @@ class Loop:
 
     # -- shared ----------------------------------------------------------------------------------------------------------------------
 
-    def _rollout(self) -> list[RolloutSample]:
+    def _rollout(self, score: bool = False) -> list[RolloutSample]:
+        """The next batch of prompts, rolled out; `score`: with the scores of teacher servers, if there are any."""
         rollout, data = self.cfg.rollout, self.cfg.data
         prompts = self.loader.next_batch()
         sampling = {
@@ -218,7 +221,7 @@ class Loop:
             "max_tokens": data.max_response_length,
         }
         with self.clock.part("gen"):
-            return self.fleet.generate(prompts, sampling, self.progress.version)
+            return self.fleet.generate(prompts, sampling, self.progress.version, score)
 
     def _update(
         self, samples: Sequence[RolloutSample], items: Sequence[TrainItem], spec: LossSpec, lr: float, check_replay: bool = False

@@ -21,7 +21,7 @@ _BUNDLE_CPUS = 1.0
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one student worker lives: its bundle, its node's address, a port free there, and its share of that node's cores."""
+    """Where one student worker or teacher server lives: its bundle, its node's address, a port free there, and its share of that node's cores."""
 
     index: int
     node_ip: str
@@ -31,11 +31,16 @@ class Slot:
 
 @dataclass
 class Placement:
-    """Reserved resources of a run. `close` gives back what this process took and touches nothing else."""
+    """Reserved resources of a run: a bundle for every student worker, and in a group of its own one for every teacher server.
+
+    `close` gives back what this process took and touches nothing else.
+    """
 
     group: PlacementGroup
     device: Device
     slots: list[Slot]
+    teacher_group: PlacementGroup | None = None
+    teacher_slots: list[Slot] = field(default_factory=list)
     actors: list[Any] = field(default_factory=list)
 
     @property
@@ -45,20 +50,30 @@ class Placement:
 
     def actor_options(self, index: int) -> dict[str, Any]:
         """Options for one of the two actors (trainer rank, rollout server) that share bundle `index`."""
+        return self._options(self.group, index, 0.5)
+
+    def teacher_options(self, index: int) -> dict[str, Any]:
+        """Options for the teacher server that has teacher bundle `index` to itself."""
+        assert self.teacher_group is not None
+        return self._options(self.teacher_group, index, 1.0)
+
+    def _options(self, group: PlacementGroup, index: int, share: float) -> dict[str, Any]:
         options: dict[str, Any] = {
-            "num_cpus": _BUNDLE_CPUS / 2,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=index),
+            "num_cpus": _BUNDLE_CPUS * share,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
         }
         if self.device.ray_resource == "GPU":
-            options["num_gpus"] = 0.5
+            options["num_gpus"] = share
         elif self.device.ray_resource is not None:
-            options["resources"] = {self.device.ray_resource: 0.5}
+            options["resources"] = {self.device.ray_resource: share}
         return options
 
     def close(self) -> None:
         for actor in self.actors:
             ray.kill(actor, no_restart=True)
-        remove_placement_group(self.group)
+        for group in (self.group, self.teacher_group):
+            if group is not None:
+                remove_placement_group(group)
         ray.shutdown()
 
 
@@ -68,8 +83,8 @@ def driver_options() -> dict[str, Any]:
     return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=True)}
 
 
-def start_ray(cfg: Config) -> None:
-    """Join the cluster named by ray.address or RAY_ADDRESS, else start a local one, which ends with this process."""
+def start_ray(cfg: Config, teachers: int = 0) -> None:
+    """Join the cluster named by ray.address or RAY_ADDRESS, else start a local one with room for all workers, which ends with this process."""
     address = cfg.ray.address or os.environ.get("RAY_ADDRESS")
     runtime_env = dict(cfg.ray.runtime_env)
     runtime_env.setdefault("env_vars", {})
@@ -77,7 +92,7 @@ def start_ray(cfg: Config) -> None:
     if address:
         ray.init(address=address, **quiet)
         return
-    cpus = cfg.ray.num_cpus or max(len(available_cores()), cfg.trainer.n_student_workers)
+    cpus = cfg.ray.num_cpus or max(len(available_cores()), cfg.trainer.n_student_workers + teachers)
     options = {"address": "local", "num_cpus": cpus, "include_dashboard": False, **quiet}
     try:
         ray.init(**options)
@@ -89,38 +104,52 @@ def start_ray(cfg: Config) -> None:
         ray.init(**options)
 
 
-def place(cfg: Config, device: Device, timeout: float = 60.0) -> Placement:
-    """Start or join Ray and reserve one bundle for each of trainer.n_student_workers; ConfigError when the cluster is too small."""
-    start_ray(cfg)
-    workers = cfg.trainer.n_student_workers
-    bundle = {"CPU": _BUNDLE_CPUS}
-    if device.ray_resource is not None:
-        bundle[device.ray_resource] = 1.0
-    have = ray.cluster_resources()
-    short = {name: (amount * workers, have.get(name, 0.0)) for name, amount in bundle.items() if have.get(name, 0.0) < amount * workers}
-    if short:
-        ray.shutdown()
-        wanted = ", ".join(f"{need:g} {name} (Ray has {got:g})" for name, (need, got) in short.items())
-        raise ConfigError(f"trainer.n_student_workers={workers} needs {wanted}: lower it, or join a larger cluster through RAY_ADDRESS")
-    group = placement_group([bundle] * workers, strategy="PACK")
-    if not group.wait(timeout):
-        remove_placement_group(group)
-        ray.shutdown()
-        raise ConfigError(
-            f"Ray could not reserve {workers} bundles of {bundle} in {timeout:.0f} s: other jobs hold the cluster's resources"
-        )
+def place(cfg: Config, device: Device, teachers: int = 0, timeout: float = 60.0) -> Placement:
+    """Start or join Ray and reserve one bundle for each of trainer.n_student_workers and of `teachers` servers; ConfigError when the cluster is
+    too small."""
+    start_ray(cfg, teachers)
+    groups: list[PlacementGroup] = []
     try:
-        slots = _slots(group, workers)
+        workers = cfg.trainer.n_student_workers
+        bundle = {"CPU": _BUNDLE_CPUS}
+        if device.ray_resource is not None:
+            bundle[device.ray_resource] = 1.0
+        _check_size(bundle, workers, teachers)
+        groups.append(_reserve(bundle, workers, timeout))
+        slots = _slots(groups[0], workers)
+        nodes = len({slot.node_ip for slot in slots})
+        if cfg.trainer.nnodes > 1 and nodes != cfg.trainer.nnodes:
+            raise ConfigError(
+                f"trainer.nnodes={cfg.trainer.nnodes}, but Ray placed the student workers on {nodes} node(s): correct the number"
+            )
+        if not teachers:
+            return Placement(groups[0], device, slots)
+        groups.append(_reserve(bundle, teachers, timeout))
+        return Placement(groups[0], device, slots, groups[1], _slots(groups[1], teachers))
     except BaseException:
-        remove_placement_group(group)
+        for group in groups:
+            remove_placement_group(group)
         ray.shutdown()
         raise
-    nodes = len({slot.node_ip for slot in slots})
-    if cfg.trainer.nnodes > 1 and nodes != cfg.trainer.nnodes:
-        remove_placement_group(group)
-        ray.shutdown()
-        raise ConfigError(f"trainer.nnodes={cfg.trainer.nnodes}, but Ray placed the student workers on {nodes} node(s): correct the number")
-    return Placement(group, device, slots)
+
+
+def _check_size(bundle: dict[str, float], workers: int, teachers: int) -> None:
+    have, count = ray.cluster_resources(), workers + teachers
+    short = {name: (amount * count, have.get(name, 0.0)) for name, amount in bundle.items() if have.get(name, 0.0) < amount * count}
+    if short:
+        wanted = ", ".join(f"{need:g} {name} (Ray has {got:g})" for name, (need, got) in short.items())
+        and_teachers = f" and {teachers} teacher server(s)" if teachers else ""
+        raise ConfigError(
+            f"trainer.n_student_workers={workers}{and_teachers} needs {wanted}: lower it, or join a larger cluster through RAY_ADDRESS"
+        )
+
+
+def _reserve(bundle: dict[str, float], count: int, timeout: float) -> PlacementGroup:
+    group = placement_group([bundle] * count, strategy="PACK")
+    if group.wait(timeout):
+        return group
+    remove_placement_group(group)
+    raise ConfigError(f"Ray could not reserve {count} bundles of {bundle} in {timeout:.0f} s: other jobs hold the cluster's resources")
 
 
 def _slots(group: PlacementGroup, workers: int) -> list[Slot]:

@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 
 from verl_opd.config.load import to_yaml
 from verl_opd.config.schema import Config
+from verl_opd.config.teacher import teacher_models
 from verl_opd.controller.cases import CaseLog
 from verl_opd.controller.console import Console
 from verl_opd.controller.fleet import Fleet
@@ -37,9 +38,11 @@ from verl_opd.drafts.base import Vocabulary
 from verl_opd.drafts.files import local_directory
 from verl_opd.drafts.snapshot import checksum
 from verl_opd.errors import ConfigError
+from verl_opd.opd.names import TOP_K_LOSS
 from verl_opd.rollout.server import EngineSettings
+from verl_opd.rollout.teacher import TeacherSettings
 from verl_opd.targets.hf import check_target_supported
-from verl_opd.targets.tokens import check_mask_token
+from verl_opd.targets.tokens import check_mask_token, check_same_vocabulary
 from verl_opd.training.checkpoint import CheckpointStore, check_identity, resolve_resume
 
 
@@ -56,6 +59,7 @@ class Plan:
     vocabulary: Vocabulary | None
     decode: Callable[[Sequence[int]], str]
     reward: Reward | None
+    teachers: dict[str, str]  # servers to start, name -> model; empty = the trainer's own copy of the target scores
 
     @property
     def token_map(self) -> str | None:
@@ -130,11 +134,16 @@ def prepare(cfg: Config) -> Plan:
         max_prompt_length=data.max_prompt_length,
         template_kwargs=data.apply_chat_template_kwargs,
     )
-    train, report = load(data.train_files, max_samples=data.max_samples)
+    teachers = teacher_models(cfg)
+    for name, model in teachers.items():
+        check_same_vocabulary(f"teacher.models.{name}", model, tokenizer, target_config.vocab_size, trust)
+    train, report = load(data.train_files, max_samples=data.max_samples, teacher_key=cfg.teacher.key, teachers=teachers)
     benchmarks = {name: load([path], max_samples=data.val_max_samples)[0] for name, path in data.val_files.items()}
     vocabulary = family.vocabulary(draft_config, cfg.draft.path)
     reward = None if cfg.opd.reward is None else load_reward(cfg.opd.reward)
-    return Plan(cfg, device, draft_config, train, report, benchmarks, vocabulary, lambda ids: str(tokenizer.decode(list(ids))), reward)
+    return Plan(
+        cfg, device, draft_config, train, report, benchmarks, vocabulary, lambda ids: str(tokenizer.decode(list(ids))), reward, teachers
+    )
 
 
 def load_reward(name: str) -> Reward:
@@ -180,6 +189,32 @@ def engine_settings(plan: Plan, placement: Placement, draft_path: Path, logs: Pa
     ]
 
 
+def teacher_settings(plan: Plan, placement: Placement, logs: Path) -> list[TeacherSettings]:
+    """teacher.replicas servers per model."""
+    cfg, data = plan.cfg, plan.cfg.data
+    models = [(name, path) for name, path in plan.teachers.items() for _ in range(cfg.teacher.replicas)]
+    return [
+        TeacherSettings(
+            name=name,
+            model_path=path,
+            dtype=cfg.target.dtype,
+            max_model_len=data.max_prompt_length + data.max_response_length + 1,
+            max_num_seqs=cfg.teacher.max_num_seqs,
+            top_k=cfg.teacher.top_k if cfg.opd.response_loss == TOP_K_LOSS else 0,
+            trust_remote_code=cfg.target.trust_remote_code,
+            gpu_memory_utilization=cfg.teacher.gpu_memory_utilization,
+            enforce_eager=cfg.rollout.enforce_eager,
+            kv_cache_gb=cfg.teacher.kv_cache_gb,
+            engine_kwargs=cfg.teacher.engine_kwargs,
+            device=plan.device.name,
+            cpu_cores=slot.cores,
+            seed=cfg.trainer.seed,
+            log_path=str(logs / f"teacher_{slot.index}.log"),
+        )
+        for (name, path), slot in zip(models, placement.teacher_slots, strict=True)
+    ]
+
+
 def _benchmarks(plan: Plan) -> Benchmarks:
     return Benchmarks(plan.benchmarks, plan.cfg.data.max_response_length)
 
@@ -193,16 +228,19 @@ def total_steps(cfg: Config, loader: PromptLoader) -> int:
 @contextmanager
 def running(plan: Plan, run: RunDir, console: Console, checkpoint: Path | None) -> Iterator[tuple[Placement, Trainers, Fleet]]:
     """Trainers and engines of a run, started; stopped on the way out whatever happens."""
-    placement = place(plan.cfg, plan.device)
+    placement = place(plan.cfg, plan.device, len(plan.teachers) * plan.cfg.teacher.replicas)
     try:
-        console.say(f"starting {len(placement.slots)} student worker(s) on {plan.device.name}: trainer ranks, then engines")
+        servers = f" and {len(placement.teacher_slots)} teacher server(s)" if plan.teachers else ""
+        console.say(f"starting {len(placement.slots)} student worker(s){servers} on {plan.device.name}: trainer ranks, then engines")
         trainers = Trainers(plan.cfg, plan.draft_config, placement, run.logs)
         trainers.init()
         if checkpoint is not None:
             trainers.load(checkpoint / "dcp")
         draft_path = run.root / "engine_draft"
         trainers.export(draft_path)
-        fleet = Fleet(plan.cfg, placement, engine_settings(plan, placement, draft_path, run.logs))
+        fleet = Fleet(
+            plan.cfg, placement, engine_settings(plan, placement, draft_path, run.logs), teacher_settings(plan, placement, run.logs)
+        )
         for index, report in enumerate(fleet.start()):
             console.say(f"engine {index}: ready in {report['seconds']:.0f} s, HTTP at {report['url']}")
         yield placement, trainers, fleet
@@ -275,7 +313,7 @@ def evaluate(cfg: Config, argv: list[str]) -> None:
     run = RunDir(cfg.trainer.run_dir)
     run.open(plan.identity, resume=True)
     run.describe(to_yaml(cfg), argv)
-    with running(plan, run, console, None) as (_, _, fleet):
+    with running(replace(plan, teachers={}), run, console, None) as (_, _, fleet):
         results = _benchmarks(plan).run(fleet, 0)
     console.acceptance("held-out accept length", {"eval": results})
     write_atomic(run.root / "eval.json", json.dumps([result.as_dict() for result in results], indent=2))
@@ -283,10 +321,13 @@ def evaluate(cfg: Config, argv: list[str]) -> None:
 
 def _headline(plan: Plan, run: RunDir, steps: int, checkpoint: Path | None) -> str:
     cfg, report = plan.cfg, plan.train_report
+    servers = ", ".join(f"{name}: {cfg.teacher.replicas} x {path}" for name, path in plan.teachers.items())
+    teacher = f"servers {servers}" if servers else "the trainer's own copy of the target"
     start = f"resuming from {checkpoint}" if checkpoint else f"starting from {cfg.draft.path or 'random draft weights'}"
     return (
         f"target {cfg.target.path}\ndraft  {cfg.draft.family}, {plan.draft_config['num_hidden_layers']} layers, "
         f"block {plan.facts['block_size']}, K={cfg.rollout.num_speculative_tokens}; {start}\n"
+        f"teacher {teacher}\n"
         f"data   {len(plan.train)} prompts ({report}); {sum(map(len, plan.benchmarks.values()))} held out\n"
         f"plan   {cfg.trainer.warmup_steps} warm-up + {steps} OPD steps of {cfg.data.train_batch_size} prompts, "
         f"{cfg.trainer.n_student_workers} student worker(s) on {plan.device.name}\nrun    {run.root}\npython {sys.version.split()[0]}"

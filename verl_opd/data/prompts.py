@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -19,13 +19,14 @@ class Prompt:
     """One rollout input.
 
     sample_id: the row number over all files, from 0; the loader puts the epoch in front. prompt_ids: token ids after the chat template,
-    generation prompt included. messages: what they were made from.
+    generation prompt included. messages: what they were made from. teacher_key: the row's value of teacher.key, "" without one.
     """
 
     sample_id: str
     data_source: str
     prompt_ids: tuple[int, ...]
     messages: tuple[dict[str, Any], ...]
+    teacher_key: str = ""
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class _Row:
     place: str  # file:line
     data_source: str
     messages: tuple[dict[str, Any], ...]
+    fields: dict[str, Any]
 
 
 def load_prompts(
@@ -59,10 +61,13 @@ def load_prompts(
     max_prompt_length: int,
     max_samples: int | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
+    teacher_key: str = "data_source",
+    teachers: Collection[str] = (),
 ) -> tuple[list[Prompt], DataReport]:
     """Read the first `max_samples` rows over all files and tokenise them; longer prompts than `max_prompt_length` are dropped and counted.
 
-    `tokenizer` is a transformers tokenizer; `template_kwargs` go to its chat template. ConfigError names file and line of a bad row,
+    `tokenizer` is a transformers tokenizer; `template_kwargs` go to its chat template. teacher_key: the field that names a row's teacher, which
+    has to be one of `teachers` where there are several. ConfigError names file and line of a bad row,
     and the counts when nothing is left.
     """
     if getattr(tokenizer, "chat_template", None) is None:
@@ -74,11 +79,18 @@ def load_prompts(
         if len(ids) > max_prompt_length:
             dropped += 1
         else:
-            prompts.append(Prompt(str(index), row.data_source, ids, row.messages))
+            prompts.append(Prompt(str(index), row.data_source, ids, row.messages, _teacher_of(row, teacher_key, teachers)))
     report = DataReport(len(rows), dropped, max_prompt_length)
     if not prompts:
         raise ConfigError(f"no prompt is left of {', '.join(map(str, files))}: {report}; raise data.max_prompt_length or use other files")
     return prompts, report
+
+
+def _teacher_of(row: _Row, key: str, teachers: Collection[str]) -> str:
+    name = row.data_source if key == "data_source" else str(row.fields.get(key, ""))
+    if len(teachers) > 1 and name not in teachers:
+        raise ConfigError(f"{row.place}: {key}={name!r} names none of the teachers {', '.join(teachers)} (teacher.models, teacher.key)")
+    return name
 
 
 def _read(file: Path, prompt_key: str) -> Iterator[_Row]:
@@ -110,7 +122,7 @@ def _parse(line: str, place: str, default_source: str, prompt_key: str) -> _Row:
     source = row.get("data_source", default_source)
     if not isinstance(source, str):
         raise ConfigError(f"{place}: 'data_source' must be a string, not {source!r}")
-    return _Row(place, source, tuple(messages))
+    return _Row(place, source, tuple(messages), {name: value for name, value in row.items() if name != prompt_key})
 
 
 def _is_message(message: Any) -> bool:

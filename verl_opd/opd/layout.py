@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from verl_opd.opd.plan import TrainItem
+from verl_opd.opd.trace import TeacherScores
 
 
 def full_anchor(prompt_len: int, anchor: int) -> int:
@@ -28,9 +30,9 @@ class Stream:
     """Supervised slots of one loss stream, flat over the micro-batch (M entries, int64 unless said).
 
     sample [M]: row of the micro-batch. slot [M]: n*B + j, index into the sample's N*B draft slots. token [M]. offset [M]: j, 1-based.
-    Response stream: target_row [M], index into the sample's S target rows, the one that scores the same token.
-    Refused stream: teacher_logprob [M] float32 as the engine recorded it, on the draft's own prefix, which no row of the response has seen.
-    The field of the other stream is empty. Drafted stream: every proposal of the engine, accepted or not; nothing is supervised with it.
+    Response stream: target_row [M], index into the sample's S target rows, the one that scores the same token; teacher_logprob [M] float32 only
+    when a teacher server scored the samples. Refused stream: teacher_logprob [M] float32 as the engine recorded it, on the draft's own prefix,
+    which no row of the response has seen; target_row is empty. Drafted stream: every proposal of the engine, accepted or not; nothing is supervised with it.
     """
 
     sample: Tensor
@@ -48,7 +50,8 @@ class Layout:
     input_ids [b, S] int64 right-padded with 0; lengths [b] int64; anchors [b, N] int64 full-sequence indices (0 where padded);
     block_keep [b, N] bool; block_size B. block_tokens [b, N, B] int64: the anchor token and the tokens that followed it while drafting: the
     engine's proposals, in a block that no engine drafted the response's own tokens (0 beyond its end). old_logprob, reward: float32, parallel to the
-    response stream (TrainItem); old_logprob is empty when the items carry none.
+    response stream (TrainItem); old_logprob is empty when the items carry none. top_ids [M, k] int64 and top_logprobs [M, k] float32, parallel to
+    the response stream: the teacher's most likely tokens; k is 0 without a teacher server.
     """
 
     input_ids: Tensor
@@ -62,6 +65,8 @@ class Layout:
     drafted: Stream
     old_logprob: Tensor = field(default_factory=lambda: torch.zeros(0))
     reward: Tensor = field(default_factory=lambda: torch.zeros(0))
+    top_ids: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.long))
+    top_logprobs: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
 
     @property
     def context_len(self) -> int:
@@ -83,6 +88,7 @@ def build_layout(items: Sequence[TrainItem], device: torch.device | str = "cpu",
     anchors = torch.zeros(len(items), blocks, dtype=torch.long)
     keep = torch.zeros(len(items), blocks, dtype=torch.bool)
     tokens = torch.zeros(len(items), blocks, max(sizes), dtype=torch.long)
+    scores = _teacher_scores(items)
     for row, item in enumerate(items):
         input_ids[row, : lengths[row]] = torch.tensor(item.prompt_ids + item.response_ids)
         count = len(item.plan.anchors)
@@ -97,11 +103,13 @@ def build_layout(items: Sequence[TrainItem], device: torch.device | str = "cpu",
         block_keep=keep.to(device),
         block_tokens=tokens.to(device),
         block_size=sizes.pop(),
-        response=_response_stream(items, device),
+        response=_response_stream(items, scores.logprobs, device),
         refused=_refused_stream(items, device),
         drafted=_drafted_stream(items if drafted else (), device),
         old_logprob=torch.tensor(_old_logprobs(items), dtype=torch.float32, device=device),
         reward=torch.tensor([item.reward for item in items for _ in item.plan.response_label], dtype=torch.float32, device=device),
+        top_ids=torch.from_numpy(scores.top_ids.astype(np.int64)).to(device),
+        top_logprobs=torch.from_numpy(scores.top_logprobs).to(device),
     )
 
 
@@ -140,7 +148,26 @@ def _slot(item: TrainItem, block: int, offset: int) -> int:
     return block * plan.block_size + offset
 
 
-def _response_stream(items: Sequence[TrainItem], device: torch.device | str) -> Stream:
+def _teacher_scores(items: Sequence[TrainItem]) -> TeacherScores:
+    """The servers' scores at every response label; without any, arrays of length 0. ValueError when only some samples have them."""
+    scored = [item for item in items if item.teacher is not None]
+    if not scored:
+        return TeacherScores(np.zeros(0, np.float32), np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32))
+    logprobs, ids, values = [], [], []
+    for item in items:
+        plan, scores = item.plan, item.teacher
+        if scores is None or len(scores.logprobs) != len(item.response_ids):
+            have = 0 if scores is None else len(scores.logprobs)
+            raise ValueError(f"sample {item.sample_id}: teacher scores of {have} tokens for a response of {len(item.response_ids)}")
+        slots = zip(plan.response_block, plan.response_offset, strict=True)
+        positions = np.array([plan.anchors[block] + offset for block, offset in slots], dtype=np.int64)
+        logprobs.append(scores.logprobs[positions])
+        ids.append(scores.top_ids[positions])
+        values.append(scores.top_logprobs[positions])
+    return TeacherScores(np.concatenate(logprobs), np.concatenate(ids), np.concatenate(values))
+
+
+def _response_stream(items: Sequence[TrainItem], teacher: np.ndarray, device: torch.device | str) -> Stream:
     entries: list[tuple[int, int, int, int, int]] = []
     for index, item in enumerate(items):
         plan, ids = item.plan, item.prompt_ids + item.response_ids
@@ -154,7 +181,7 @@ def _response_stream(items: Sequence[TrainItem], device: torch.device | str) -> 
                 )
             entries.append((index, slot, label, offset, position - 1))
     sample, slots, token, offsets, row = torch.tensor(entries, dtype=torch.long, device=device).reshape(-1, 5).unbind(1)
-    return Stream(sample, slots, token, offsets, row, torch.zeros(0, device=device))
+    return Stream(sample, slots, token, offsets, row, torch.from_numpy(teacher).to(device))
 
 
 def _refused_stream(items: Sequence[TrainItem], device: torch.device | str) -> Stream:

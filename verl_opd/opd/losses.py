@@ -11,7 +11,7 @@ from torch import Tensor
 
 from verl_opd.opd.chains import count_chains
 from verl_opd.opd.metrics import StepMetrics
-from verl_opd.opd.names import BLOCK_LOSSES, CONVENTIONS, ESTIMATORS, REJECTED_LOSSES, RESPONSE_LOSSES
+from verl_opd.opd.names import BLOCK_LOSSES, CONVENTIONS, ESTIMATORS, REJECTED_LOSSES, RESPONSE_LOSSES, TOP_K_LOSS
 from verl_opd.opd.plan import BlockPlan
 
 
@@ -109,6 +109,18 @@ def full_forward_kl(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
     """KL(target || draft) over the whole vocabulary, from finite logits [M, V] -> [M]; callers may chunk M."""
     log_q, log_p = _log_probs(student_logits, teacher_logits)
     return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def topk_forward_kl(student_logits: Tensor, top_ids: Tensor, top_logprobs: Tensor, min_clamp: float | None = None) -> tuple[Tensor, Tensor]:
+    """sum over the teacher's k likeliest tokens of p (log p - log q), at least 0 [M]; and the student's mass on them [M], without gradient.
+
+    student_logits [M, V], top_ids [M, k] (-1: a token that the draft cannot propose, left out), top_logprobs [M, k]. Both log-probs are
+    clamped to min_clamp first.
+    """
+    known = top_ids >= 0
+    log_q = torch.log_softmax(student_logits.float(), dim=-1).gather(1, top_ids.clamp(min=0))
+    s, t = _bounded(log_q, top_logprobs, min_clamp)
+    return (known * t.exp() * (t - s)).sum(-1).clamp(min=0.0), (known * log_q.detach().exp()).sum(-1)
 
 
 def total_variation(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
@@ -215,7 +227,7 @@ def loss_metrics(response_values: Tensor, refused_values: Tensor, part: Tensor, 
         metrics.add_mean(prefix + "abs_loss", float(response.abs().sum()), response.numel())
         clamped = clamp_values(response, spec.loss_max_clamp)
         metrics.add_mean(prefix + "non_rejected_token_loss", float(clamped.sum()), response.numel())
-        if spec.response_loss in ("forward_kl", "full_forward_kl"):
+        if spec.response_loss in ("forward_kl", "full_forward_kl", TOP_K_LOSS):
             metrics.add_mean(prefix + "forward_kl_loss", float(response.sum()), response.numel())
         if spec.response_loss in ESTIMATORS:
             metrics.add_mean(prefix + "reverse_kl_loss", float(response.sum()), response.numel())
@@ -231,4 +243,15 @@ def loss_metrics(response_values: Tensor, refused_values: Tensor, part: Tensor, 
             share = float((refused.abs() >= spec.loss_max_clamp).sum())
             metrics.add_mean(prefix + "rejected_draft_loss_clamp_fraction", share, refused.numel())
     metrics.add_sum(prefix + "combined_token_count", response.numel() + refused.numel())
+    return metrics
+
+
+def mass_metrics(student_mass: Tensor, top_logprobs: Tensor) -> StepMetrics:
+    """How much probability draft and teacher put on the teacher's top tokens; nothing without forward_kl_topk."""
+    metrics, prefix = StepMetrics(), "actor/distillation/"
+    for name, mass in (("student_mass", student_mass), ("teacher_mass", top_logprobs.exp().sum(-1))):
+        if student_mass.numel():
+            metrics.add_mean(prefix + name, float(mass.sum()), mass.numel())
+            metrics.add_min(f"{prefix}{name}_min", float(mass.min()))
+            metrics.add_max(f"{prefix}{name}_max", float(mass.max()))
     return metrics

@@ -10,7 +10,7 @@ import numpy as np
 
 from verl_opd.opd.metrics import StepMetrics
 from verl_opd.opd.names import CONVENTIONS, RESPONSE_SPANS
-from verl_opd.opd.trace import Refusal, RolloutSample, boundaries, refusals
+from verl_opd.opd.trace import Refusal, RolloutSample, TeacherScores, boundaries, refusals
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class TrainItem:
     """What a training rank needs of one sample: token ids and its blocks.
 
     For the policy-gradient form: old_logprobs, the drafting draft's log-prob of every response label (parallel to plan.response_label), and
-    reward, the sample's part of the advantage.
+    reward, the sample's part of the advantage. teacher: a server's scores of the response, which then replace those of the trainer's target.
     """
 
     sample_id: str
@@ -50,6 +50,7 @@ class TrainItem:
     plan: BlockPlan
     old_logprobs: tuple[float, ...] = ()
     reward: float = 0.0
+    teacher: TeacherScores | None = None
 
 
 def item_rng(seed: int, step: int, key: str) -> np.random.Generator:

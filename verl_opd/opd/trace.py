@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
+import numpy as np
+
 
 @dataclass(frozen=True)
 class VerifyStep:
@@ -48,12 +50,31 @@ class VerifyTrace:
     draft_free: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, eq=False)
+class TeacherScores:
+    """What a teacher server says about one response of R tokens, each given the prompt and all tokens before it; natural logarithms.
+
+    logprobs [R] float32: of the response's own tokens. top_ids [R, k] int32 and top_logprobs [R, k] float32: of the k most likely
+    ones, best first; k is 0 when nobody asked for them. ValueError when the shapes disagree.
+    """
+
+    logprobs: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+
+    def __post_init__(self) -> None:
+        if self.logprobs.ndim != 1 or self.top_ids.shape != self.top_logprobs.shape or self.top_ids.shape[:1] != self.logprobs.shape:
+            raise ValueError(
+                f"teacher scores of shapes {self.logprobs.shape}, {self.top_ids.shape} and {self.top_logprobs.shape} do not belong together"
+            )
+
+
 @dataclass(frozen=True)
 class RolloutSample:
     """One finished response and how it was drafted.
 
     sample_id: stable name of the data row and epoch, "<epoch>-<row>"; draft_version: version of the draft that proposed the blocks;
-    finish_reason: stop | length | abort, as the engine reports it.
+    finish_reason: stop | length | abort, as the engine reports it; teacher: its scores when a teacher server was asked.
     """
 
     sample_id: str
@@ -63,6 +84,7 @@ class RolloutSample:
     trace: VerifyTrace
     draft_version: int
     finish_reason: str
+    teacher: TeacherScores | None = None
 
 
 # What the engine records of one decode step: (accepted, drafted token ids, target log-probs of the refused ones); (0, [], []) = draft-free.

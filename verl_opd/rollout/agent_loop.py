@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -13,6 +14,7 @@ from verl_opd.data.prompts import Prompt
 from verl_opd.errors import ConfigError, RolloutError
 from verl_opd.opd.trace import RolloutSample, from_extra_fields
 from verl_opd.rollout.server import GenerateResult
+from verl_opd.rollout.teacher import Teachers
 
 
 class Servers:
@@ -73,21 +75,37 @@ def get_agent_loop(name: str) -> type[AgentLoop]:
 
 
 class AgentLoopRunner:
-    """Runs one agent loop per prompt, many at a time."""
+    """Runs one agent loop per prompt, many at a time, and has finished responses scored while others are still being generated."""
 
-    def __init__(self, loop: str, servers: Sequence[Any], router: Any, max_concurrency: int, request_timeout: float) -> None:
+    def __init__(
+        self,
+        loop: str,
+        servers: Sequence[Any],
+        router: Any,
+        max_concurrency: int,
+        request_timeout: float,
+        teachers: Mapping[str, Sequence[Any]] | None = None,
+    ) -> None:
         self._servers = Servers(servers, router, request_timeout)
+        self._teachers = Teachers(teachers) if teachers else None
         self._loop = get_agent_loop(loop)(self._servers)
         self._limit = asyncio.Semaphore(max_concurrency)
 
-    async def run(self, prompts: Sequence[Prompt], sampling: dict[str, Any], draft_version: int) -> list[RolloutSample]:
-        """One sample per prompt, in order; RolloutError with the sample id of the first that fails."""
-        return list(await asyncio.gather(*(self._one(prompt, sampling, draft_version) for prompt in prompts)))
+    async def run(
+        self, prompts: Sequence[Prompt], sampling: dict[str, Any], draft_version: int, score: bool = False
+    ) -> list[RolloutSample]:
+        """One sample per prompt, in order, with its teacher's scores if asked for; RolloutError with the sample id of the first that fails."""
+        return list(await asyncio.gather(*(self._one(prompt, sampling, draft_version, score) for prompt in prompts)))
 
-    async def _one(self, prompt: Prompt, sampling: dict[str, Any], draft_version: int) -> RolloutSample:
+    async def _one(self, prompt: Prompt, sampling: dict[str, Any], draft_version: int, score: bool) -> RolloutSample:
         async with self._limit:
             try:
-                return await self._loop.run(prompt, sampling, draft_version)
+                sample = await self._loop.run(prompt, sampling, draft_version)
+                if score and self._teachers is not None:
+                    name = prompt.sample_id
+                    scores = await self._teachers.score(name, prompt.teacher_key, sample.prompt_ids, sample.response_ids)
+                    sample = replace(sample, teacher=scores)
+                return sample
             except Exception as error:
                 raise RolloutError(f"sample {prompt.sample_id}: {error}") from error
             finally:

@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 
@@ -64,7 +64,23 @@ class GenerateResult:
     extra_fields: dict[str, Any]
 
 
-def engine_environment(settings: EngineSettings) -> dict[str, str | None]:
+class EngineHost(Protocol):
+    """What of an engine's settings decides its environment."""
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def cpu_cores(self) -> tuple[int, ...]: ...
+
+    @property
+    def kv_cache_gb(self) -> int | None: ...
+
+    @property
+    def v2_runner(self) -> bool: ...
+
+
+def engine_environment(settings: EngineHost) -> dict[str, str | None]:
     """Variables to set (None = remove) before vLLM is imported. V1 is chosen where both runners draft with the family: its
     seam is the one that has been run."""
     env: dict[str, str | None] = {
@@ -80,6 +96,14 @@ def engine_environment(settings: EngineSettings) -> dict[str, str | None]:
     if settings.device == "npu":
         env["VLLM_ASCEND_ENABLE_NZ"] = "0"
     return env
+
+
+def set_engine_environment(settings: EngineHost) -> None:
+    for name, value in engine_environment(settings).items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
@@ -180,11 +204,7 @@ class RolloutEngine:
     async def start(self) -> dict[str, Any]:
         """Start engine and HTTP, attach the recorder and probe everything; the probe's facts. RolloutError names what is missing."""
         started = time.monotonic()
-        for name, value in engine_environment(self._settings).items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        set_engine_environment(self._settings)
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 

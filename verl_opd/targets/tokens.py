@@ -42,3 +42,21 @@ def check_mask_token(mask_id: int, tokenizer: Any, rows: int, eos_ids: Iterable[
     if not spare or mask_id in _used_ids(tokenizer, eos_ids):
         token = tokenizer.convert_ids_to_tokens(mask_id) if mask_id < len(tokenizer) else "?"
         raise ConfigError(f"draft.mask_token_id={mask_id} is {token!r}, which text uses; candidates: {candidates}")
+
+
+def check_same_vocabulary(key: str, model: str, tokenizer: Any, rows: int, trust_remote_code: bool) -> None:
+    """ConfigError unless the model that `key` names reads token ids as the target with `tokenizer` and `rows` embedding rows does."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    try:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+        theirs = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{key}={model} cannot be read: {error}") from error
+    ours, other = tokenizer.get_vocab(), theirs.get_vocab()
+    if config.vocab_size < len(ours) or ours != other:
+        differing = sorted({token for token, _ in ours.items() ^ other.items()})[:3]
+        raise ConfigError(
+            f"{key}={model} has another vocabulary than the target ({config.vocab_size} against {rows} rows; differing tokens: "
+            f"{', '.join(map(repr, differing)) or 'none'}): it cannot score the target's tokens"
+        )

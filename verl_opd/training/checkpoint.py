@@ -88,8 +88,14 @@ class CheckpointStore:
         return True
 
     def latest(self) -> Path | None:
-        """The checkpoint that `latest` points at; should it be gone, the newest complete one."""
-        link = self.root / "latest"
+        """The checkpoint that `latest` points at; should it be gone, the newest complete one. ConfigError for a run that was copied without its
+        links: they would not move on."""
+        for link in (self.root / "best", self.root / "latest"):
+            if link.is_dir() and not link.is_symlink():
+                raise ConfigError(
+                    f"{link} is a directory where a link to a step_<n> beside it belongs (a copy that follows links makes one): "
+                    f"remove it; the newest step_<n> is used then, or point it there with ln -s"
+                )
         if (link / STATE).is_file():
             return link.resolve()
         complete = [path for _, path in self._steps() if (path / STATE).is_file()]

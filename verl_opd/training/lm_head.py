@@ -83,46 +83,51 @@ def slot_logprobs(rows: Tensor, weight: Tensor, index: Tensor, labels: Tensor, c
     return values
 
 
-class _RowDivergence(torch.autograd.Function):
-    """A divergence per row. Its gradient in the draft's logits is carried to the hidden row already in forward, chunk by chunk."""
+RowLoss = Callable[..., Tensor]
+
+
+class _RowLoss(torch.autograd.Function):
+    """A loss per row. Its gradient in the draft's logits is carried to the hidden row already in forward, chunk by chunk."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, teacher_rows: Tensor, weight: Tensor, divergence: Callable[[Tensor, Tensor], Tensor], chunk: int
-    ) -> Tensor:
-        values = torch.empty(rows.shape[0], dtype=torch.float32, device=rows.device)
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, loss: RowLoss, chunk: int, *aligned: Tensor) -> Tensor:
+        parts = []
         slope = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
         for start in range(0, rows.shape[0], chunk):
-            stop = start + chunk
+            piece = slice(start, start + chunk)
             with torch.enable_grad():
-                logits = _logits(rows[start:stop], weight).requires_grad_()
-                part = divergence(logits, _logits(teacher_rows[start:stop], weight))
-                (gradient,) = torch.autograd.grad(part.sum(), logits)
-            values[start:stop] = part.detach()
-            slope[start:stop] = (gradient.to(weight.dtype) @ weight).float()
+                logits = _logits(rows[piece], weight).requires_grad_()
+                part = loss(logits, *(tensor[piece] for tensor in aligned))
+                (gradient,) = torch.autograd.grad(part[:, 0].sum(), logits)
+            parts.append(part.detach())
+            slope[piece] = (gradient.to(weight.dtype) @ weight).float()
         ctx.save_for_backward(slope)
-        ctx.dtype = rows.dtype
-        return values
+        ctx.dtype, ctx.aligned = rows.dtype, len(aligned)
+        return torch.cat(parts)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (slope,) = ctx.saved_tensors
-        return (slope * grad.float().unsqueeze(1)).to(ctx.dtype), None, None, None, None
+        return (slope * grad[:, :1].float()).to(ctx.dtype), None, None, None, *[None] * ctx.aligned
 
 
-def row_divergence(
-    rows: Tensor, teacher_rows: Tensor, weight: Tensor, divergence: Callable[[Tensor, Tensor], Tensor], chunk: int
-) -> Tensor:
-    """divergence(draft logits [m, V], target logits [m, V]) -> [m] for hidden rows [M, h] of both: [M] float32, gradient into `rows` only."""
-    values: Tensor = _RowDivergence.apply(rows, teacher_rows, weight, divergence, chunk)  # type: ignore[no-untyped-call]
+def row_loss(rows: Tensor, weight: Tensor, loss: RowLoss, chunk: int, *aligned: Tensor) -> Tensor:
+    """loss(draft logits [m, V], rows of `aligned` [m, ...]) -> [m, c] for hidden rows [M, h]: [M, c] float32, gradient of column 0 into `rows`.
+
+    The head `weight` [V, h] is frozen; the columns after the first are measurements.
+    """
+    if not rows.shape[0]:  # keeps its graph and its number of columns
+        return loss(_logits(rows, weight), *aligned)
+    values: Tensor = _RowLoss.apply(rows, weight, loss, chunk, *aligned)  # type: ignore[no-untyped-call]
     return values
 
 
 def _in_chunks(part: Callable[..., Tensor], chunk: int, weight: Tensor, *rows: Tensor) -> Tensor:
     """part(weight, *rows of a chunk) over all chunks, logits recomputed in backward: they never exist for a whole micro-batch."""
+    if not rows[0].shape[0]:
+        return part(weight, *rows)
     pieces = zip(*(tensor.split(chunk) for tensor in rows), strict=True)
-    values = [checkpoint(part, weight, *piece, use_reentrant=False) for piece in pieces]
-    return torch.cat(values) if rows[0].shape[0] else rows[0].sum(-1).float()
+    return torch.cat([checkpoint(part, weight, *piece, use_reentrant=False) for piece in pieces])
 
 
 def own_logprobs(rows: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
@@ -134,12 +139,15 @@ def own_logprobs(rows: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Te
     return _in_chunks(part, chunk, weight, rows, labels)
 
 
-def own_row_divergence(
-    rows: Tensor, weight: Tensor, teacher_rows: Tensor, teacher_weight: Tensor, divergence: Callable[[Tensor, Tensor], Tensor], chunk: int
-) -> Tensor:
-    """divergence(draft logits, target logits) [M] float32 between a trainable head [Vd, h] and the frozen one restricted to the same tokens."""
+def own_row_loss(rows: Tensor, weight: Tensor, loss: RowLoss, chunk: int, *aligned: Tensor) -> Tensor:
+    """`row_loss` with a trainable head [Vd, h]: gradient into rows and head."""
 
-    def part(weight: Tensor, rows: Tensor, teacher_rows: Tensor) -> Tensor:
-        return divergence(_logits(rows, weight), _logits(teacher_rows, teacher_weight))
+    def part(weight: Tensor, rows: Tensor, *aligned: Tensor) -> Tensor:
+        return loss(_logits(rows, weight), *aligned)
 
-    return _in_chunks(part, chunk, weight, rows, teacher_rows)
+    return _in_chunks(part, chunk, weight, rows, *aligned)
+
+
+def against_target(divergence: Callable[[Tensor, Tensor], Tensor], head: Tensor) -> RowLoss:
+    """A row loss that compares with the target: divergence(draft logits [m, V], target logits [m, V]) of the target's hidden rows [m, h]."""
+    return lambda logits, teacher_rows: divergence(logits, _logits(teacher_rows, head)).unsqueeze(1)

@@ -2,23 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from verl_opd.drafts.base import OwnHead
 from verl_opd.opd.layout import Layout
-from verl_opd.opd.losses import FULL_VOCABULARY, SINGLE_TOKEN, LossSpec, clamp_values, policy_loss
+from verl_opd.opd.losses import FULL_VOCABULARY, SINGLE_TOKEN, LossSpec, clamp_values, policy_loss, topk_forward_kl
+from verl_opd.opd.names import TOP_K_LOSS
 from verl_opd.targets.base import TargetFeatures
-from verl_opd.training.lm_head import label_gaps, label_logprobs, own_logprobs, own_row_divergence, row_divergence, slot_logprobs
+from verl_opd.training.lm_head import (
+    RowLoss,
+    against_target,
+    label_gaps,
+    label_logprobs,
+    own_logprobs,
+    own_row_loss,
+    row_loss,
+    slot_logprobs,
+)
+
+
+class Values(NamedTuple):
+    """Per-token loss values, float32, before clamps and weights. student_mass: the draft's probability on the teacher's top tokens, per response
+    value; empty for other losses than forward_kl_topk."""
+
+    response: Tensor
+    refused: Tensor
+    student_mass: Tensor
 
 
 class Head(Protocol):
     """`hidden` [b*N*B, h] are the draft's hidden states of all slots, flat."""
 
-    def values(self, layout: Layout, hidden: Tensor, features: TargetFeatures, spec: LossSpec) -> tuple[Tensor, Tensor]:
-        """Loss values, float32, of the response stream and of the refused stream, before clamps and weights; not for losses of whole blocks."""
+    def values(self, layout: Layout, hidden: Tensor, features: TargetFeatures, spec: LossSpec) -> Values:
+        """Loss values of both streams; not for losses of whole blocks."""
         ...
 
     def divergence(self, rows: Tensor, teacher_rows: Tensor, name: str) -> Tensor:
@@ -54,7 +73,10 @@ def scoring_hidden(features: TargetFeatures, spec: LossSpec) -> Tensor:
 
 
 def _teacher_logprobs(layout: Layout, target_hidden: Tensor, head: Tensor, chunk: int) -> Tensor:
-    """The target's log-probs of the response labels; blocks may overlap, so each row is scored once (its label is always the next token)."""
+    """The teacher's log-probs of the response labels: as a server reported them, else those of the trainer's target. Blocks may overlap, so each
+    target row is scored once (its label is always the next token)."""
+    if layout.response.teacher_logprob.numel():
+        return layout.response.teacher_logprob
     scored, index = torch.unique(_target_rows(layout), return_inverse=True)
     return label_logprobs(target_hidden[scored], head, layout.input_ids.flatten()[scored + 1], chunk)[index]
 
@@ -70,32 +92,40 @@ def _single_token(layout: Layout, student: Tensor, teacher: Tensor | None, spec:
     return policy_loss(student, layout.old_logprob, advantage, spec.clip_ratio)
 
 
+def _top_k_loss(spec: LossSpec) -> RowLoss:
+    """[m, 2]: the loss and the student's mass, from draft logits, top ids and top log-probs."""
+    return lambda logits, ids, logprobs: torch.stack(topk_forward_kl(logits, ids, logprobs, spec.log_prob_min_clamp), dim=1)
+
+
 class FrozenHead:
     """The target's head: logits are computed once, and nothing but the hidden rows gets a gradient."""
 
     def __init__(self, weight: Tensor, chunk: int) -> None:
         self._weight, self._chunk = weight, chunk
 
-    def values(self, layout: Layout, hidden: Tensor, features: TargetFeatures, spec: LossSpec) -> tuple[Tensor, Tensor]:
+    def values(self, layout: Layout, hidden: Tensor, features: TargetFeatures, spec: LossSpec) -> Values:
         head, chunk, clamp = self._weight, self._chunk, spec.log_prob_min_clamp
         response, refused = layout.response, layout.refused
         row_r, row_j = slot_rows(layout, response.sample, response.slot), slot_rows(layout, refused.sample, refused.slot)
         target_hidden = scoring_hidden(features, spec)
-        refused_value = SINGLE_TOKEN[spec.rejected_loss]
-        if spec.response_loss in FULL_VOCABULARY:
-            values = self.divergence(hidden[row_r], target_hidden[_target_rows(layout)], spec.response_loss)
+        refused_value, mass = SINGLE_TOKEN[spec.rejected_loss], hidden.new_zeros(0)
+        if spec.response_loss in FULL_VOCABULARY or spec.response_loss == TOP_K_LOSS:
+            if spec.response_loss == TOP_K_LOSS:
+                values, mass = row_loss(hidden[row_r], head, _top_k_loss(spec), chunk, layout.top_ids, layout.top_logprobs).unbind(1)
+            else:
+                values = self.divergence(hidden[row_r], target_hidden[_target_rows(layout)], spec.response_loss)
             used, index = torch.unique(row_j, return_inverse=True)
             refused_s = slot_logprobs(hidden[used], head, index, refused.token, chunk)
-            return values, refused_value(refused_s, refused.teacher_logprob, clamp)
+            return Values(values, refused_value(refused_s, refused.teacher_logprob, clamp), mass)
         used, index = torch.unique(torch.cat((row_r, row_j)), return_inverse=True)
         student = slot_logprobs(hidden[used], head, index, torch.cat((response.token, refused.token)), chunk)
         student_r, student_j = student.split((len(row_r), len(row_j)))
         teacher = None if spec.response_loss == "cross_entropy" else _teacher_logprobs(layout, target_hidden, head, chunk)
         values = _single_token(layout, student_r, teacher, spec)
-        return values, refused_value(student_j, refused.teacher_logprob, clamp)
+        return Values(values, refused_value(student_j, refused.teacher_logprob, clamp), mass)
 
     def divergence(self, rows: Tensor, teacher_rows: Tensor, name: str) -> Tensor:
-        return row_divergence(rows, teacher_rows, self._weight, FULL_VOCABULARY[name], self._chunk)
+        return row_loss(rows, self._weight, against_target(FULL_VOCABULARY[name], self._weight), self._chunk, teacher_rows)[:, 0]
 
     def logprobs(self, rows: Tensor, tokens: Tensor) -> Tensor:
         return label_logprobs(rows, self._weight, tokens, self._chunk)
@@ -125,23 +155,27 @@ class TrainableHead:
             raise ValueError(f"token {int(tokens[ids < 0][0])} is supervised and not in the draft's vocabulary")
         return ids
 
-    def values(self, layout: Layout, hidden: Tensor, features: TargetFeatures, spec: LossSpec) -> tuple[Tensor, Tensor]:
+    def values(self, layout: Layout, hidden: Tensor, features: TargetFeatures, spec: LossSpec) -> Values:
         response, refused, clamp = layout.response, layout.refused, spec.log_prob_min_clamp
         row_r, row_j = slot_rows(layout, response.sample, response.slot), slot_rows(layout, refused.sample, refused.slot)
         target_hidden = scoring_hidden(features, spec)
         student_j = own_logprobs(hidden[row_j], self._weight, self._draft_ids(refused.token), self._chunk)
+        mass = hidden.new_zeros(0)
         if spec.response_loss in FULL_VOCABULARY:
             values = self.divergence(hidden[row_r], target_hidden[_target_rows(layout)], spec.response_loss)
+        elif spec.response_loss == TOP_K_LOSS:
+            ids = layout.top_ids if self._ids is None else self._ids[layout.top_ids]
+            values, mass = own_row_loss(hidden[row_r], self._weight, _top_k_loss(spec), self._chunk, ids, layout.top_logprobs).unbind(1)
         else:
             student_r = own_logprobs(hidden[row_r], self._weight, self._draft_ids(response.token), self._chunk)
             wants_teacher = spec.response_loss != "cross_entropy"
             teacher = _teacher_logprobs(layout, target_hidden, self._target_head, self._chunk) if wants_teacher else None
             values = _single_token(layout, student_r, teacher, spec)
-        return values, SINGLE_TOKEN[spec.rejected_loss](student_j, refused.teacher_logprob, clamp)
+        return Values(values, SINGLE_TOKEN[spec.rejected_loss](student_j, refused.teacher_logprob, clamp), mass)
 
     def divergence(self, rows: Tensor, teacher_rows: Tensor, name: str) -> Tensor:
         teacher = self._target_head if self._vocabulary is None else self._target_head[self._vocabulary.token_ids]
-        return own_row_divergence(rows, self._weight, teacher_rows, teacher, FULL_VOCABULARY[name], self._chunk)
+        return own_row_loss(rows, self._weight, against_target(FULL_VOCABULARY[name], teacher), self._chunk, teacher_rows)[:, 0]
 
     def logprobs(self, rows: Tensor, tokens: Tensor) -> Tensor:
         return label_logprobs(rows, self._weight.detach(), self._draft_ids(tokens), self._chunk)

@@ -21,7 +21,7 @@ from verl_opd.drafts import get_family
 from verl_opd.drafts.snapshot import DraftSnapshot, checksum
 from verl_opd.opd.chains import Chains, build_chains, end_to_end
 from verl_opd.opd.layout import Layout, build_layout, split_micro_batches
-from verl_opd.opd.losses import LossSpec, StreamTotals, combine, loss_metrics
+from verl_opd.opd.losses import LossSpec, StreamTotals, combine, loss_metrics, mass_metrics
 from verl_opd.opd.metrics import StepMetrics
 from verl_opd.opd.names import BLOCK_LOSSES
 from verl_opd.opd.plan import BlockPlan, TrainItem
@@ -140,9 +140,10 @@ class DraftTrainer:
         if spec.response_loss in BLOCK_LOSSES:
             loss = self._block_loss(items, layout, hidden, features, head, totals, spec, metrics)
         else:
-            response, refused = head.values(layout, hidden, features, spec)
-            loss = combine(response, layout.response.offset, refused, layout.refused.offset, totals, spec)
-            metrics.merge(loss_metrics(response, refused, loss.detach(), spec))
+            values = head.values(layout, hidden, features, spec)
+            loss = combine(values.response, layout.response.offset, values.refused, layout.refused.offset, totals, spec)
+            metrics.merge(loss_metrics(values.response, values.refused, loss.detach(), spec))
+            metrics.merge(mass_metrics(values.student_mass.detach(), layout.top_logprobs))
         return loss + hidden.sum() * 0.0 + head.attached_zero()  # every parameter is in the graph, also when nothing is supervised
 
     def _block_loss(
