@@ -10,9 +10,7 @@ optimiser steps per rollout step instead, set so that it takes as long as the on
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
-import statistics
 import subprocess
 import sys
 from pathlib import Path

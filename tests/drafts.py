@@ -89,6 +89,7 @@ def make_layout(lengths: list[int], anchors: list[list[int]], block: int = 4) ->
         response=stream,
         refused=stream,
         drafted=stream,
+        judged=stream,
     )
 
 

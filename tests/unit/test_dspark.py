@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,10 @@ from verl_opd.drafts import get_family
 from verl_opd.drafts.dspark.config import as_dflash
 from verl_opd.drafts.files import write_draft
 from verl_opd.errors import ConfigError
-from verl_opd.opd.losses import LossSpec, stream_totals
+from verl_opd.opd.layout import build_layout
+from verl_opd.opd.losses import LossSpec, confidence_loss, stream_totals
 from verl_opd.opd.metrics import reduce_metrics
-from verl_opd.opd.plan import TrainItem, plan_opd
+from verl_opd.opd.plan import TrainItem, judged, plan_opd
 from verl_opd.opd.trace import Event, RolloutSample, check_trace, trace_from_events
 
 FAMILY, DFLASH, K = get_family("dspark"), get_family("dflash"), 3
@@ -79,14 +81,14 @@ def decode(root: Path, prompt: list[int], length: int) -> RolloutSample:
     return sample
 
 
-def trainer_for(root: Path) -> ObservedTrainer:
-    cfg = make_config(root)
-    cfg.draft.family, cfg.draft.path, cfg.rollout.num_speculative_tokens = "dspark", str(root / "spark"), K
-    return calm(ObservedTrainer(cfg, spark_config(), 0, 1, "cpu"))
+def trainer_for(root: Path, name: str = "spark", config: dict[str, Any] | None = None, **training: Any) -> ObservedTrainer:
+    cfg = make_config(root, **training)
+    cfg.draft.family, cfg.draft.path, cfg.rollout.num_speculative_tokens = "dspark", str(root / name), K
+    return calm(ObservedTrainer(cfg, config or spark_config(), 0, 1, "cpu"))
 
 
-def update(trainer: ObservedTrainer, items: list[TrainItem], lr: float = 0.0) -> dict[str, float]:
-    spec = LossSpec(response_loss="cross_entropy", loss_max_clamp=None)
+def update(trainer: ObservedTrainer, items: list[TrainItem], lr: float = 0.0, **loss: Any) -> dict[str, float]:
+    spec = LossSpec(response_loss="cross_entropy", loss_max_clamp=None, **loss)
     totals = stream_totals([item.plan for item in items], [len(item.response_ids) for item in items], spec)
     return reduce_metrics([trainer.update(items, totals, spec, lr, check_replay=True)])
 
@@ -128,13 +130,70 @@ def test_files_hold_the_public_names_and_neither_embedding_nor_head(root: Path, 
     FAMILY.load_weights(again, str(tmp_path / "out"))
 
 
-def test_a_confidence_head_is_carried_and_not_trained(tmp_path: Path) -> None:
-    config = spark_config(enable_confidence_head=True, confidence_head_with_markov=True)
-    draft = FAMILY.build(config, seed=1, init_std=0.1)
-    assert draft.confidence_head.proj.weight.shape == (1, config["hidden_size"] + 8)
-    assert not any(parameter.requires_grad for parameter in draft.confidence_head.parameters())
-    write_draft(draft.state_dict(), config, tmp_path / "d")
-    FAMILY.load_weights(FAMILY.build(config, seed=2, init_std=0.1), str(tmp_path / "d"))
+def test_judged_proposals_are_the_accepted_ones_and_the_first_refused_one() -> None:
+    """Of four drafted: two accepted, then all, then none."""
+    events: list[Event] = [(2, [11, 12, 13, 14], [-1.0, -2.0]), (4, [21, 22, 23, 24], []), (0, [31, 32, 33, 34], [-1.0] * 4)]
+    sample = RolloutSample("0-0", "t", (1, 2), (10, 11, 12, 19, 21, 22, 23, 24, 29, 39), trace_from_events(events, 10), 0, "stop")
+    plan = plan_opd(sample, block_size=5)
+    first = [(0, 1, True), (0, 2, True), (0, 3, False)]
+    assert judged(plan) == [*first, (1, 1, True), (1, 2, True), (1, 3, True), (1, 4, True), (2, 1, False)]
+    stream = build_layout([TrainItem("0-0", sample.prompt_ids, sample.response_ids, plan)]).judged
+    assert stream.slot.tolist() == [1, 2, 3, 6, 7, 8, 9, 11]
+    assert stream.token.tolist() == [1, 1, 0, 1, 1, 1, 1, 0]
+    spec = LossSpec(confidence_weight=2.0)
+    assert stream_totals([plan], [10], spec).judged == 8
+    logits = torch.tensor([1.0, -0.5, 2.0, 0.0, 0.3, -4.0, 1.5, 0.7])
+    by_hand = [-math.log(1 / (1 + math.exp(-z if y else z))) for z, y in zip(logits.tolist(), stream.token.tolist(), strict=True)]
+    totals = stream_totals([plan], [10], spec)
+    parts = [confidence_loss(logits[part], stream.token[part], totals, spec).item() for part in (slice(0, 3), slice(3, 8), slice(8, 8))]
+    assert sum(parts) == pytest.approx(2.0 * sum(by_hand) / 8, rel=1e-6)
+
+
+SURE = {"enable_confidence_head": True, "confidence_head_with_markov": True}
+
+
+@pytest.mark.parametrize("with_markov", [True, False])
+def test_the_confidence_head_learns_and_does_not_pull_the_backbone(root: Path, one_rank: None, tmp_path: Path, with_markov: bool) -> None:
+    """K7: backbone gradients with and without the confidence stream are the same."""
+    config = spark_config(**SURE | {"confidence_head_with_markov": with_markov})
+    draft = FAMILY.build(config, seed=3, init_std=0.2)
+    assert draft.confidence_head.proj.weight.shape == (1, config["hidden_size"] + (8 if with_markov else 0))
+    assert draft.confidence_head.proj.bias.item() == 0, "biases start at 0 on every rank"
+    name = f"sure-{with_markov}"
+    write_draft(draft.state_dict(), config, root / name)
+    items = items_of(root)
+    without, with_it = trainer_for(root, name, config), trainer_for(root, name, config)
+    plain = update(without, items)
+    first = update(with_it, items, confidence_weight=1.0)
+    for parameter, gradient in without.gradients.items():
+        if parameter.startswith("confidence_head"):
+            assert gradient.abs().sum() == 0
+            assert with_it.gradients[parameter].abs().sum() > 0
+        else:
+            torch.testing.assert_close(with_it.gradients[parameter], gradient, rtol=0, atol=0)
+    count = first["actor/distillation/dspark_confidence_token_count"]
+    assert count == sum(len(judged(item.plan)) for item in items)
+    bce = "actor/distillation/dspark_confidence_bce_loss"
+    assert first["actor/distillation/loss"] == pytest.approx(plain["actor/distillation/loss"]), "the loss of the two streams"
+    later = [update(with_it, items, 3e-2, confidence_weight=1.0)[bce] for _ in range(8)]
+    assert later[-1] < first[bce]
+    with_it.export(str(tmp_path / "out"))
+    FAMILY.load_weights(FAMILY.build(config, seed=2, init_std=0.1), str(tmp_path / "out"))
+    assert {"confidence_head.proj.weight", "confidence_head.proj.bias"} < set(with_it.published())
+
+
+def test_confidence_does_not_depend_on_the_micro_batches(root: Path, one_rank: None) -> None:
+    config = spark_config(**SURE)
+    write_draft(FAMILY.build(config, seed=3, init_std=0.2).state_dict(), config, root / "split")
+    items = items_of(root)
+    one, many = trainer_for(root, "split", config), trainer_for(root, "split", config, max_tokens_per_micro_batch=1)
+    results = [update(trainer, items, confidence_weight=0.5) for trainer in (one, many)]
+    assert results[0]["actor/distillation/dspark_confidence_bce_loss"] == pytest.approx(
+        results[1]["actor/distillation/dspark_confidence_bce_loss"], rel=1e-5
+    )
+    torch.testing.assert_close(
+        one.gradients["confidence_head.proj.weight"], many.gradients["confidence_head.proj.weight"], rtol=1e-4, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize(

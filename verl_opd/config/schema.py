@@ -31,6 +31,7 @@ class DraftConfig:
     target_layer_ids: list[int] | None = None  # 0-based target decoder layers whose output feeds the draft; null = evenly spread
     num_target_features: int = 5  # dflash: how many layers to spread when target_layer_ids is null; eagle3 reads three
     intermediate_size: int | None = None  # null = the target's
+    confidence_head: bool = False  # dspark: also learn how likely each proposal is to be accepted
     init_std: float = 0.02
     allow_block_size_mismatch: bool = False  # opt in to B != K+1
 
@@ -86,7 +87,8 @@ class OpdConfig:
 
     convention: str = "exact"  # exact | draft_opd
     response_span: str = "segment"  # segment | block: how far after an anchor labels reach
-    # forward_kl, k2, k3, abs: on the one committed token; forward_kl_topk: on a teacher server's likeliest tokens; cross_entropy: needs no teacher; full_forward_kl, tv, lk_alpha, lk_lambda: full vocabulary
+    # forward_kl, k2, k3, abs: on the one committed token; forward_kl_topk: on the likeliest tokens of a teacher server
+    # cross_entropy: needs no teacher; full_forward_kl, tv, lk_alpha, lk_lambda: full vocabulary
     # e2e_tv: total variation of whole blocks, refused proposals included (needs rejected_stream_weight 0)
     response_loss: str = "forward_kl"
     rejected_loss: str = "k3"  # k2, k3, abs, forward_kl: on the refused token
@@ -99,6 +101,7 @@ class OpdConfig:
     reward_weight: float = 1.0
     response_stream_weight: float = 1.0
     rejected_stream_weight: float = 1.0
+    confidence_weight: float = 1.0  # of the confidence stream, for drafts with such a head
     rejected_position_decay: float = 0.8  # gamma, weight gamma^(offset-1); 1 = off
     response_position_decay: float = 1.0
     loss_max_clamp: float | None = 10.0

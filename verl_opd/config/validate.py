@@ -80,6 +80,7 @@ _AT_LEAST_0 = [
     "rollout.temperature",
     "opd.response_stream_weight",
     "opd.rejected_stream_weight",
+    "opd.confidence_weight",
     "opd.max_response_anchors",
     "opd.max_rejected_tokens",
     "optim.weight_decay",

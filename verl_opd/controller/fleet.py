@@ -18,8 +18,8 @@ from verl_opd.opd.trace import RolloutSample
 from verl_opd.rollout.agent_loop import AgentLoopWorker
 from verl_opd.rollout.router import RouterActor
 from verl_opd.rollout.server import EngineSettings, RolloutServer
-from verl_opd.rollout.teacher import TeacherServer, TeacherSettings
 from verl_opd.rollout.sync import SyncReport, push_draft
+from verl_opd.rollout.teacher import TeacherServer, TeacherSettings
 
 
 class Fleet:

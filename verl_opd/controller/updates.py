@@ -29,6 +29,7 @@ def opd_loss_spec(cfg: Config) -> LossSpec:
         teacher_temperature=cfg.rollout.temperature or 1.0,
         policy_gradient=opd.policy_gradient,
         clip_ratio=opd.clip_ratio,
+        confidence_weight=opd.confidence_weight,
     )
 
 

@@ -103,6 +103,11 @@ class DraftFamily(Protocol):
         root's weights are whole."""
         ...
 
+    def confidence(self, draft: nn.Module) -> Callable[[Tensor], Tensor] | None:
+        """Acceptance logits [M] float32 from what `replay` returned at M slots, whose gradient ends there; None for a draft without such a head.
+        Under FSDP as `own_head`."""
+        ...
+
     def vocabulary(self, config: Mapping[str, Any], path: str | None) -> Vocabulary | None:
         """The part of the target's vocabulary that the draft at `path` can propose; None for all of it."""
         ...

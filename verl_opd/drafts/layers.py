@@ -60,11 +60,13 @@ class MLP(nn.Module):
 
 
 def random_init(module: nn.Module, seed: int, std: float) -> None:
-    """Normal weights in every linear layer and embedding of `module`; norms stay at one."""
+    """Normal weights in every linear layer and embedding of `module`, biases 0; norms stay at one."""
     generator = torch.Generator().manual_seed(seed)
     for part in module.modules():
         if isinstance(part, nn.Linear | nn.Embedding):
             nn.init.normal_(part.weight, std=std, generator=generator)
+            if isinstance(part, nn.Linear) and part.bias is not None:
+                nn.init.zeros_(part.bias)
 
 
 def masked_block_embeds(embed: Callable[[Tensor], Tensor], mask_token_id: int, anchor_ids: Tensor, slots: int) -> Tensor:

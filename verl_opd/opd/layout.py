@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl_opd.opd.plan import TrainItem
+from verl_opd.opd.plan import TrainItem, judged
 from verl_opd.opd.trace import TeacherScores
 
 
@@ -32,7 +32,8 @@ class Stream:
     sample [M]: row of the micro-batch. slot [M]: n*B + j, index into the sample's N*B draft slots. token [M]. offset [M]: j, 1-based.
     Response stream: target_row [M], index into the sample's S target rows, the one that scores the same token; teacher_logprob [M] float32 only
     when a teacher server scored the samples. Refused stream: teacher_logprob [M] float32 as the engine recorded it, on the draft's own prefix,
-    which no row of the response has seen; target_row is empty. Drafted stream: every proposal of the engine, accepted or not; nothing is supervised with it.
+    which no row of the response has seen; target_row is empty. Judged stream: proposals that the target judged, token = 1 where accepted, else
+    0. Drafted stream: every proposal of the engine, accepted or not; nothing is supervised with it.
     """
 
     sample: Tensor
@@ -63,6 +64,7 @@ class Layout:
     response: Stream
     refused: Stream
     drafted: Stream
+    judged: Stream
     old_logprob: Tensor = field(default_factory=lambda: torch.zeros(0))
     reward: Tensor = field(default_factory=lambda: torch.zeros(0))
     top_ids: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.long))
@@ -106,6 +108,7 @@ def build_layout(items: Sequence[TrainItem], device: torch.device | str = "cpu",
         response=_response_stream(items, scores.logprobs, device),
         refused=_refused_stream(items, device),
         drafted=_drafted_stream(items if drafted else (), device),
+        judged=_judged_stream(items, device),
         old_logprob=torch.tensor(_old_logprobs(items), dtype=torch.float32, device=device),
         reward=torch.tensor([item.reward for item in items for _ in item.plan.response_label], dtype=torch.float32, device=device),
         top_ids=torch.from_numpy(scores.top_ids.astype(np.int64)).to(device),
@@ -206,6 +209,22 @@ def _drafted_stream(items: Sequence[TrainItem], device: torch.device | str) -> S
         for block, tokens in enumerate(item.plan.drafted)
         for offset, token in enumerate(tokens, start=1)
     ]
+    return _unscored(entries, device)
+
+
+def _judged_stream(items: Sequence[TrainItem], device: torch.device | str) -> Stream:
+    return _unscored(
+        [
+            (index, _slot(item, block, offset), int(accepted), offset)
+            for index, item in enumerate(items)
+            for block, offset, accepted in judged(item.plan)
+        ],
+        device,
+    )
+
+
+def _unscored(entries: Sequence[tuple[int, int, int, int]], device: torch.device | str) -> Stream:
+    """A stream of (sample, slot, token, offset) that no teacher scores."""
     sample, slots, tokens, offsets = torch.tensor(entries, dtype=torch.long, device=device).reshape(-1, 4).unbind(1)
     return Stream(sample, slots, tokens, offsets, torch.zeros(0, dtype=torch.long, device=device), torch.zeros(0, device=device))
 

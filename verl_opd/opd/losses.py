@@ -12,7 +12,7 @@ from torch import Tensor
 from verl_opd.opd.chains import count_chains
 from verl_opd.opd.metrics import StepMetrics
 from verl_opd.opd.names import BLOCK_LOSSES, CONVENTIONS, ESTIMATORS, REJECTED_LOSSES, RESPONSE_LOSSES, TOP_K_LOSS
-from verl_opd.opd.plan import BlockPlan
+from verl_opd.opd.plan import BlockPlan, judged
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class LossSpec:
 
     log_prob_min_clamp bounds the single-token log-probs of both streams from below (forward_kl, k3), of draft and target alike; below it a
     token carries no gradient. loss_max_clamp bounds every per-token value afterwards. teacher_temperature divides the target's logits of the response
-    stream, as the engine did when it sampled and scored the refused stream; the draft, which proposes greedily, stays at 1. ValueError for a name
-    that does not exist.
+    stream, as the engine did when it sampled and scored the refused stream; the draft, which proposes greedily, stays at 1. confidence_weight:
+    of the confidence stream, for drafts that have such a head. ValueError for a name that does not exist.
     """
 
     response_loss: str = "forward_kl"
@@ -37,6 +37,7 @@ class LossSpec:
     teacher_temperature: float = 1.0
     policy_gradient: bool = False
     clip_ratio: float = 0.2
+    confidence_weight: float = 0.0
 
     def __post_init__(self) -> None:
         known = {"response_loss": RESPONSE_LOSSES, "rejected_loss": REJECTED_LOSSES, "convention": CONVENTIONS}
@@ -166,10 +167,11 @@ def position_weights(offsets: Tensor, decay: float) -> Tensor:
 
 @dataclass(frozen=True)
 class StreamTotals:
-    """Normalisers over the whole mini-batch and all ranks: weighted token counts of the two streams."""
+    """Normalisers over the whole mini-batch and all ranks: weighted token counts of the two streams, and of judged proposals."""
 
     response: float
     refused: float
+    judged: float = 0.0
 
     def denominator(self, spec: LossSpec) -> float:
         return spec.response_stream_weight * self.response + spec.rejected_stream_weight * self.refused
@@ -181,14 +183,15 @@ def stream_totals(plans: Sequence[BlockPlan], response_lens: Sequence[int], spec
     exact: supervised slots, each with its position weight. draft_opd: every response token, supervised or not, unless the response stream
     has a position decay. A loss of whole blocks counts blocks, under either.
     """
+    decided = float(sum(len(judged(plan)) for plan in plans)) if spec.confidence_weight else 0.0
     if spec.response_loss in BLOCK_LOSSES:
-        return StreamTotals(float(sum(count_chains(plan) for plan in plans)), 0.0)
+        return StreamTotals(float(sum(count_chains(plan) for plan in plans)), 0.0, decided)
     if spec.convention == "draft_opd" and spec.response_position_decay == 1.0:
         response = float(sum(response_lens))
     else:
         response = sum(spec.response_position_decay ** (offset - 1) for plan in plans for offset in plan.response_offset)
     refused = sum(spec.rejected_position_decay ** (offset - 1) for plan in plans for offset in plan.refused_offset)
-    return StreamTotals(float(response), float(refused))
+    return StreamTotals(float(response), float(refused), decided)
 
 
 def clamp_values(values: Tensor, limit: float | None) -> Tensor:
@@ -254,4 +257,21 @@ def mass_metrics(student_mass: Tensor, top_logprobs: Tensor) -> StepMetrics:
             metrics.add_mean(prefix + name, float(mass.sum()), mass.numel())
             metrics.add_min(f"{prefix}{name}_min", float(mass.min()))
             metrics.add_max(f"{prefix}{name}_max", float(mass.max()))
+    return metrics
+
+
+def confidence_loss(logits: Tensor, accepted: Tensor, totals: StreamTotals, spec: LossSpec) -> Tensor:
+    """This micro-batch's part of the confidence stream: binary cross-entropy between acceptance logits [M] and what the target decided [M] (1 or
+    0), over all judged proposals of the mini-batch. Fully accepted blocks count as well: they are where confidence should be high."""
+    values = torch.nn.functional.binary_cross_entropy_with_logits(logits.float(), accepted.float(), reduction="sum")
+    return values * (spec.confidence_weight / totals.judged if totals.judged else 0.0)
+
+
+def confidence_metrics(logits: Tensor, accepted: Tensor) -> StepMetrics:
+    metrics, prefix, count = StepMetrics(), "actor/distillation/dspark_", logits.numel()
+    bce = torch.nn.functional.binary_cross_entropy_with_logits(logits.float(), accepted.float(), reduction="sum")
+    metrics.add_mean(prefix + "confidence_bce_loss", float(bce), count)
+    metrics.add_mean(prefix + "accept_label_mean", float(accepted.sum()), count)
+    metrics.add_mean(prefix + "confidence_pred_mean", float(logits.float().sigmoid().sum()), count)
+    metrics.add_sum(prefix + "confidence_token_count", count)
     return metrics

@@ -21,7 +21,8 @@ class BlockPlan:
     The two streams are flat parallel tuples, one entry per supervised slot; `*_block` indexes anchors, `*_offset` is 1-based (1..B-1).
     Slot (block n, offset j) predicts response position anchors[n] + j; see layout.py for tensor indices.
     response_*: committed tokens (label = the response token there). refused_*: refused proposals with the engine's target log-prob.
-    drafted: what the engine proposed in each block, accepted or not, per anchor; empty for a block that no engine drafted.
+    drafted: what the engine proposed in each block, accepted or not, per anchor; empty for a block that no engine drafted. accepted: how many
+    of them the target accepted.
     """
 
     block_size: int
@@ -34,6 +35,7 @@ class BlockPlan:
     refused_token: tuple[int, ...]
     refused_logprob: tuple[float, ...]
     drafted: tuple[tuple[int, ...], ...] = ()
+    accepted: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,8 @@ def plan_opd(
     if max_rejected_tokens:
         refused = refused[:max_rejected_tokens]
     drafted = {step.anchor: step.drafted[: block_size - 1] for step in sample.trace.steps}
-    return _assemble(block_size, sample.response_ids, spans, refused, drafted)
+    accepted = {step.anchor: min(step.accepted, block_size - 1) for step in sample.trace.steps}
+    return _assemble(block_size, sample.response_ids, spans, refused, drafted, accepted)
 
 
 def _segments(sample: RolloutSample, convention: str) -> list[tuple[int, int]]:
@@ -144,10 +147,10 @@ def plan_warmup(sample: RolloutSample, *, block_size: int, anchors_per_sample: i
     """Whole blocks at up to `anchors_per_sample` distinct uniform anchors in 0..R-2, every slot supervised by the response; no refusals."""
     candidates = len(sample.response_ids) - 1
     if candidates < 1:
-        return _assemble(block_size, sample.response_ids, [], [], {})
+        return _assemble(block_size, sample.response_ids, [], [], {}, {})
     chosen = rng.choice(candidates, size=min(anchors_per_sample, candidates), replace=False)
     spans = [(int(anchor), min(block_size - 1, candidates - int(anchor))) for anchor in sorted(chosen)]
-    return _assemble(block_size, sample.response_ids, spans, [], {})
+    return _assemble(block_size, sample.response_ids, spans, [], {}, {})
 
 
 def _subsample(pairs: list[tuple[int, int]], limit: int) -> list[tuple[int, int]]:
@@ -165,8 +168,9 @@ def _assemble(
     spans: Sequence[tuple[int, int]],
     refused: Sequence[Refusal],
     drafted: Mapping[int, tuple[int, ...]],
+    accepted: Mapping[int, int],
 ) -> BlockPlan:
-    """spans: (anchor, number of supervised offsets, at least 1). A block is there for its span, its refusals, or both. drafted: by anchor."""
+    """spans: (anchor, number of supervised offsets, at least 1). A block is there for its span, its refusals, or both. drafted, accepted: by anchor."""
     anchors = tuple(sorted({anchor for anchor, _ in spans} | {item.anchor for item in refused}))
     index = {anchor: position for position, anchor in enumerate(anchors)}
     slots = [(anchor, offset) for anchor, reach in spans for offset in range(1, reach + 1)]
@@ -181,7 +185,20 @@ def _assemble(
         refused_token=tuple(item.token for item in refused),
         refused_logprob=tuple(item.logprob for item in refused),
         drafted=tuple(drafted.get(anchor, ()) for anchor in anchors),
+        accepted=tuple(accepted.get(anchor, 0) for anchor in anchors),
     )
+
+
+def judged(plan: BlockPlan) -> list[tuple[int, int, bool]]:
+    """(block, 1-based offset, whether it was accepted) of every proposal that the target judged: the accepted ones and the first refused one.
+
+    What stands behind a refused proposal was never compared with the target.
+    """
+    return [
+        (block, offset, offset <= accepted)
+        for block, (tokens, accepted) in enumerate(zip(plan.drafted, plan.accepted, strict=True))
+        for offset in range(1, min(accepted + 1, len(tokens)) + 1)
+    ]
 
 
 def restrict_labels(plan: BlockPlan, proposable: Set[int] | None) -> BlockPlan:

@@ -21,7 +21,7 @@ from verl_opd.drafts import get_family
 from verl_opd.drafts.snapshot import DraftSnapshot, checksum
 from verl_opd.opd.chains import Chains, build_chains, end_to_end
 from verl_opd.opd.layout import Layout, build_layout, split_micro_batches
-from verl_opd.opd.losses import LossSpec, StreamTotals, combine, loss_metrics, mass_metrics
+from verl_opd.opd.losses import LossSpec, StreamTotals, combine, confidence_loss, confidence_metrics, loss_metrics, mass_metrics
 from verl_opd.opd.metrics import StepMetrics
 from verl_opd.opd.names import BLOCK_LOSSES
 from verl_opd.opd.plan import BlockPlan, TrainItem
@@ -144,6 +144,7 @@ class DraftTrainer:
             loss = combine(values.response, layout.response.offset, values.refused, layout.refused.offset, totals, spec)
             metrics.merge(loss_metrics(values.response, values.refused, loss.detach(), spec))
             metrics.merge(mass_metrics(values.student_mass.detach(), layout.top_logprobs))
+        loss = loss + self._confidence_loss(layout, hidden, totals, spec, metrics)
         return loss + hidden.sum() * 0.0 + head.attached_zero()  # every parameter is in the graph, also when nothing is supervised
 
     def _block_loss(
@@ -172,6 +173,18 @@ class DraftTrainer:
         metrics.add_sum(prefix + "tv_position_count", len(tv))
         metrics.add_sum(prefix + "tv_teacher_branch_position_count", float((chains.row >= layout.input_ids.numel()).sum()))
         return loss
+
+    def _confidence_loss(
+        self, layout: Layout, hidden: Tensor, totals: StreamTotals, spec: LossSpec, metrics: StepMetrics
+    ) -> Tensor | float:
+        """The confidence stream, for drafts with a confidence head; 0, still attached to the head, without judged proposals."""
+        head, judged = self.family.confidence(self.draft), layout.judged
+        if head is None:
+            return 0.0
+        logits = head(hidden[slot_rows(layout, judged.sample, judged.slot)])
+        if spec.confidence_weight:
+            metrics.merge(confidence_metrics(logits.detach(), judged.token))
+        return confidence_loss(logits, judged.token, totals, spec)
 
     def _branch_hidden(self, chains: Chains, spec: LossSpec) -> Tensor:
         """Last hidden states [R*L, h] of the branches, as many at once as fit the micro-batch's token budget."""
@@ -203,11 +216,14 @@ class DraftTrainer:
 
     def _zero_loss(self) -> Tensor:
         """Zero attached to every parameter, through the same collectives as a real micro-batch."""
-        plan = BlockPlan(self._block_size, (), (), (), (), (), (), (), ())
+        plan = BlockPlan(self._block_size, (), (), (), (), (), (), (), (), (), ())
         layout = build_layout([TrainItem("empty", (0,), (0,), plan)], self.device)
         borrowed = self.target.lm_head_weight
         no_context = borrowed.new_zeros(1, 0, len(self.family.layer_ids(self.draft_config)) * borrowed.shape[1])
-        return self._replay(no_context, layout).sum() * 0.0 + self._head().attached_zero()
+        hidden = self._replay(no_context, layout).flatten(0, 1)
+        zero = hidden.sum() * 0.0 + self._head().attached_zero()
+        head = self.family.confidence(self.draft)
+        return zero if head is None else zero + head(hidden[:0]).sum()
 
     def _step(self, lr: float, metrics: StepMetrics, usable: bool) -> None:
         norm = torch.nn.utils.clip_grad_norm_(self.draft.parameters(), self.cfg.optim.grad_clip)

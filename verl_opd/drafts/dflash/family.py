@@ -75,6 +75,9 @@ class DFlash:
     def own_head(self, draft: nn.Module, target_head: Tensor) -> None:
         return None
 
+    def confidence(self, draft: nn.Module) -> None:
+        return None
+
     def vocabulary(self, config: Mapping[str, Any], path: str | None) -> None:
         return None
 

@@ -32,7 +32,8 @@ def derive_config(target: PretrainedConfig, draft: DraftConfig, num_speculative_
         "block_size": draft.block_size or num_speculative_tokens,
         "markov_rank": _RANK,
         "markov_head_type": "vanilla",
-        "enable_confidence_head": False,
+        "enable_confidence_head": draft.confidence_head,
+        "confidence_head_with_markov": draft.confidence_head,
         "sample_from_anchor": True,
     }
 

@@ -78,6 +78,9 @@ class DSpark:
         bias = cast(DSparkDraft, draft).markov_head.markov_w2.weight
         return OwnHead(torch.cat((target_head.detach(), bias.to(target_head.dtype)), dim=1), None)
 
+    def confidence(self, draft: nn.Module) -> Callable[[Tensor], Tensor] | None:
+        return getattr(draft, "confidence_head", None)
+
     def vocabulary(self, config: Mapping[str, Any], path: str | None) -> None:
         return None
 

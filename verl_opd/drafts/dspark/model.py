@@ -22,12 +22,17 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """Kept as it came and written out again; engines use it to end blocks early, training does not touch it."""
+    """How likely a proposal is to be accepted, from the slot's hidden state, and the Markov embedding where `width` has room for it (vLLM
+    DSparkConfidenceHead). It learns from what the backbone shows it and does not pull the backbone: its input is detached."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.proj = nn.Linear(width, 1)
-        self.requires_grad_(False)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """states [M, h + r], as DSparkDraft.forward returns them -> logits [M] float32."""
+        weight, bias = self.proj.weight.float(), self.proj.bias.float()
+        return nn.functional.linear(states.detach()[:, : weight.shape[1]].float(), weight, bias).squeeze(-1)
 
 
 class DSparkDraft(DFlashDraft):

@@ -81,6 +81,9 @@ class Eagle3:
         vocabulary = Vocabulary(module.d2t + torch.arange(len(module.d2t), device=module.d2t.device)) if hasattr(module, "d2t") else None
         return OwnHead(module.lm_head.weight, vocabulary)
 
+    def confidence(self, draft: nn.Module) -> None:
+        return None
+
     def vocabulary(self, config: Mapping[str, Any], path: str | None) -> Vocabulary | None:
         if eagle3_config.draft_vocab_size(config) == config["vocab_size"]:
             return None
