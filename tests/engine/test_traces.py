@@ -43,10 +43,11 @@ def test_greedy_traces_explain_every_token_of_32_concurrent_requests(live: LiveE
     assert stats["open_requests"] == before["open_requests"]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_refused_logprobs_are_the_targets_on_the_drafts_own_prefix(live: LiveEngine, prompts, temperature: float):
+@pytest.mark.parametrize(("temperature", "top_p"), [(0.0, 1.0), (0.7, 1.0), (0.7, 0.8)])
+def test_refused_logprobs_are_the_targets_on_the_drafts_own_prefix(live: LiveEngine, prompts, temperature: float, top_p: float):
+    """Divided by the temperature, and not cut by top-p: a refused token outside the nucleus keeps a finite log-prob."""
     model = AutoModelForCausalLM.from_pretrained(live.settings.target_path, dtype=torch.float32)
-    result = live.generate(f"refused-{temperature}", prompts[0], temperature=temperature, seed=5, max_tokens=10)
+    result = live.generate(f"refused-{temperature}-{top_p}", prompts[0], temperature=temperature, top_p=top_p, seed=5, max_tokens=10)
     trace = trace_of(result)
     checked = 0
     for step in trace.steps:
@@ -56,6 +57,18 @@ def test_refused_logprobs_are_the_targets_on_the_drafts_own_prefix(live: LiveEng
             assert item.logprob == pytest.approx(logprob(model, prefix, item.token, temperature or 1.0), abs=2e-3)
             checked += 1
     assert checked >= 2 * K
+
+
+def test_a_seeded_request_draws_the_same_alone_and_beside_others(live: LiveEngine, prompts):
+    """S30: verification draws from the request's own generator, so its response does not depend on the batch it runs in (float32)."""
+    sampling = {"temperature": 0.9, "top_p": 0.9, "seed": 11, "max_tokens": 16}
+    alone = live.generate("seeded-alone", prompts[3], **sampling)
+    assert live.generate("seeded-again", prompts[3], **sampling).token_ids == alone.token_ids
+    together = live.generate_all("seeded", [prompts[3], *prompts[4:9]], **sampling)
+    assert together[0].token_ids == alone.token_ids
+    for result in together:
+        trace_of(result)
+    assert live.generate("seeded-other", prompts[3], **{**sampling, "seed": 12}).token_ids != alone.token_ids
 
 
 def test_speculation_changes_no_greedy_token_and_drafting_can_be_switched_off(live: LiveEngine, prompts):

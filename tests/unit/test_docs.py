@@ -1,6 +1,9 @@
-"""docs/metrics.md defines every metric that the code logs."""
+"""docs/metrics.md defines every metric that the code logs; docs/known_faults.md names tests that exist."""
 
 from __future__ import annotations
+
+import re
+from pathlib import Path
 
 from tests.docs import documented, undocumented
 from tests.rollouts import make_sample, worked_sample
@@ -22,3 +25,16 @@ def test_rollout_validation_and_plan_metrics_are_defined() -> None:
     for sample in samples:
         names |= set(plan_counts(plan_opd(sample, block_size=4), sample).finish())
     assert undocumented(names) == set()
+
+
+def test_every_known_fault_names_tests_that_exist() -> None:
+    root = Path(__file__).parents[2]
+    defined = {
+        name for file in (root / "tests").rglob("test_*.py") for name in re.findall(r"^def (test_\w+)", file.read_text(), re.MULTILINE)
+    }
+    rows = [line for line in (root / "docs" / "known_faults.md").read_text().splitlines() if re.match(r"\| [A-Z]\d+ \|", line)]
+    assert len(rows) > 60
+    for row in rows:
+        named = re.findall(r"`(test_\w+)`", row.split("|")[-2])
+        assert named, f"no test: {row}"
+        assert set(named) <= defined, row

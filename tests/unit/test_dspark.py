@@ -1,4 +1,4 @@
-"""DSpark: config, replay against a left-to-right reference decode, Markov head in loss and files. (B5, B7 of the field reports.)"""
+"""DSpark: config, replay against a left-to-right reference decode, Markov head in loss and files. (B5, B7 of docs/known_faults.md.)"""
 
 from __future__ import annotations
 

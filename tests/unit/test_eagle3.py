@@ -219,7 +219,7 @@ def test_a_public_config_without_layers_means_the_engines_default(tmp_path: Path
     ],
 )
 def test_what_would_not_be_replayed_is_refused(change: dict[str, Any], named: str) -> None:
-    """C7, C10, B2 and K9 of the field reports among them: vocabulary sizes, foreign vocabularies, layer ids, a guessed rope base."""
+    """C7, C10, B2 and K9 of docs/known_faults.md among them: vocabulary sizes, foreign vocabularies, layer ids, a guessed rope base."""
     config = {**eagle_config(), "target_hidden_size": HIDDEN, **change}
     if change.get("hidden_size"):
         config["target_hidden_size"] = change["hidden_size"]
@@ -253,6 +253,12 @@ def test_token_maps_survive_save_and_load(tmp_path: Path) -> None:
     assert bool(again.t2d[vocabulary.token_ids].all())
     with pytest.raises(ConfigError, match=r"draft\.path"):
         FAMILY.vocabulary(config, None)
+
+
+def test_without_a_vocabulary_of_its_own_there_is_no_map() -> None:
+    """C4: an identity map would be applied at every step."""
+    assert not {"d2t", "t2d"} & set(eagle_draft().state_dict())
+    assert FAMILY.vocabulary(eagle_config(), None) is None
 
 
 def test_an_embedding_of_its_own_is_refused_and_the_targets_is_not(tmp_path: Path) -> None:

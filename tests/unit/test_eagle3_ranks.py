@@ -1,4 +1,4 @@
-"""I1, I2, I3 of the field reports for a draft with a head of its own: one rank, two ranks and an idle rank give the same gradient."""
+"""I1, I2, I3 of docs/known_faults.md for a draft with a head of its own: one rank, two ranks and an idle rank give the same gradient."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from verl_opd.config.schema import Config
 from verl_opd.controller.loop import Loop, due
 from verl_opd.controller.progress import Progress
 from verl_opd.controller.updates import mini_batches
+from verl_opd.opd.trace import VerifyTrace
 
 
 @pytest.mark.parametrize(
@@ -80,3 +81,29 @@ def test_a_phase_that_trains_again_is_measured_again(warmup_done: int, opd_done:
     )
     Loop.run(loop)  # type: ignore[arg-type]
     assert measured == expected
+
+
+@pytest.mark.parametrize(("accumulate", "steps", "sleeps"), [(1, 4, 4), (2, 4, 2), (3, 4, 2)])
+def test_engines_sleep_only_before_an_update(accumulate: int, steps: int, sleeps: int):
+    """S35: a step that only collects rollouts must leave the engines awake for the next one."""
+    actions: list[str] = []
+    cfg = Config()
+    cfg.trainer.update_accumulation_steps = accumulate
+    sample = SimpleNamespace(prompt_ids=(1,), response_ids=(2,), trace=VerifyTrace(1, ()), finish_reason="stop")
+    loop = SimpleNamespace(
+        cfg=cfg,
+        total_steps=steps,
+        progress=Progress(),
+        queue=[],
+        clock=Quiet(),
+        fleet=SimpleNamespace(sleep=lambda: actions.append("sleep")),
+        _rollout=lambda score: actions.append("rollout") or [sample],
+        _opd_updates=lambda: actions.append("update") or [],
+        _sync=lambda: actions.append("sync"),
+        _finish_step=lambda *args: None,
+    )
+    Loop._opd(loop, SimpleNamespace(advance=lambda metrics: None))  # type: ignore[arg-type]
+    assert actions.count("sleep") == actions.count("update") == actions.count("sync") == sleeps
+    assert actions.count("rollout") == steps
+    assert actions[-3:] == ["sleep", "update", "sync"]
+    assert "sleep,rollout" not in ",".join(actions)

@@ -438,3 +438,17 @@ def test_v2_ways_of_verifying_that_cannot_be_recorded(change: Any, named: str):
     change(runner)
     with pytest.raises(RuntimeError, match=named):
         wired(runner)
+
+
+def test_a_step_is_copied_to_the_host_once_however_many_requests_it_has(monkeypatch: pytest.MonkeyPatch):
+    """S16: a device synchronisation per row slows decoding down."""
+    copies: list[str] = []
+    for name in ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__"):
+        inner = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda self, *args, _name=name, _inner=inner: copies.append(_name) or _inner(self, *args))
+    recorder = VerifyRecorder()
+    ids = [f"r{i}-0000000{i}" for i in range(8)]
+    recorder.record(prefill(*ids))
+    copies.clear()
+    recorder.record(step(ids, [[1, 2, 3]] * 8, [[9]] * 8, temperature=[0.7] * 8))
+    assert copies == ["tolist"]

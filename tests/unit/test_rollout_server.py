@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from verl_opd.devices import DEVICES
 from verl_opd.errors import RolloutError
 from verl_opd.rollout.server import EXTENSION, EngineSettings, KeyRequired, TraceCheck, engine_arguments, engine_environment
 
@@ -74,6 +75,11 @@ def test_a_cpu_engine_gets_its_cores_and_not_rays_thread_count():
     assert env["VLLM_USE_V2_MODEL_RUNNER"] == "0"
     assert "VLLM_CPU_OMP_THREADS_BIND" not in engine_environment(settings())
     assert "VLLM_CPU_KVCACHE_SPACE" not in engine_environment(settings(device="cuda"))
+
+
+def test_no_device_sleeps_so_deep_that_the_frozen_target_is_lost():
+    """S9, E1: level 2 drops weights that nobody streams again; the target would answer garbage and everything would be accepted."""
+    assert {device.name: device.sleep_level for device in DEVICES.values()} == {"cpu": 0, "cuda": 1, "npu": 1}
 
 
 def test_sleep_mode_is_asked_for_where_the_device_has_it():
