@@ -1,7 +1,7 @@
 """Supervision against on-policy distillation at equal wall-clock: several seeds, one warm-up each, every variant continued from it.
 
     .venv/bin/python scripts/compare.py run --seeds 42 7 123      # hours on two cores; a variant that is done is not run again
-    .venv/bin/python scripts/compare.py table                     # markdown table of what has been run, and comparison.png (needs matplotlib)
+    .venv/bin/python scripts/compare.py table                     # markdown table of what has been run, and docs/comparison.png (needs matplotlib)
 
 Every variant trains `--steps` rollout steps of the quickstart recipe after the same warm-up. Continued supervision gets `--supervised-updates`
 optimiser steps per rollout step instead, set so that it takes as long as the on-policy variants, whose rollouts draft.
@@ -10,7 +10,9 @@ optimiser steps per rollout step instead, set so that it takes as long as the on
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +60,58 @@ def run(root: Path, seeds: list[int], steps: int, supervised_updates: int, only:
             train(folder, seed, extra)
 
 
+def outcome(folder: Path, stage: str) -> tuple[float, float]:
+    """(held-out tau after `stage`, seconds of rollout, training and push in the steps that followed the warm-up)."""
+    tau = json.loads((folder / "summary.json").read_text())["results"][stage][0]["tau"]
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    parts = ("timing_s/gen", "timing_s/update_actor", "timing_s/update_weights")
+    steps = [row for row in rows if "timing_s/step" in row and row["training/global_step"] > WARMUP_STEPS]
+    return tau, sum(row[part] for row in steps for part in parts)
+
+
+def table(root: Path, seeds: list[int], image: Path) -> None:
+    """Print a markdown table of all seeds that are complete, and draw them to `image`."""
+    done = [seed for seed in seeds if all((root / f"seed_{seed}" / slug(name) / "summary.json").exists() for name in VARIANTS)]
+    taus = {"after the warm-up": [outcome(root / f"seed_{seed}" / "warmup", "after_warmup")[0] for seed in done]}
+    seconds: dict[str, list[float]] = {}
+    for name, overrides in VARIANTS.items():
+        stage = "after_warmup" if overrides is None else "after_opd"
+        results = [outcome(root / f"seed_{seed}" / slug(name), stage) for seed in done]
+        taus[name], seconds[name] = [tau for tau, _ in results], [spent for _, spent in results]
+    print("| trained after the warm-up | " + " | ".join(f"seed {seed}" for seed in done) + " | mean tau | seconds |")
+    print("|---" * (len(done) + 3) + "|")
+    for name, values in taus.items():
+        spent = f"{statistics.mean(seconds[name]):.0f}" if name in seconds else ""
+        print(f"| {name} | " + " | ".join(f"{tau:.3f}" for tau in values) + f" | {statistics.mean(values):.3f} | {spent} |")
+    draw(taus, done, image)
+
+
+def draw(taus: dict[str, list[float]], seeds: list[int], image: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 3.2), layout="constrained")
+    names = list(taus)[::-1]
+    for index, seed in enumerate(seeds):
+        axes.plot([taus[name][index] for name in names], range(len(names)), marker="o", linestyle="", label=f"seed {seed}")
+    axes.plot(
+        [statistics.mean(taus[name]) for name in names],
+        range(len(names)),
+        marker="|",
+        markersize=18,
+        linestyle="",
+        color="black",
+        label="mean",
+    )
+    axes.set_yticks(range(len(names)), names)
+    axes.set_xlabel("held-out accept length tau, 48 prompts, measured by the engine")
+    axes.grid(axis="x", alpha=0.3)
+    axes.legend(loc="best", fontsize="small")
+    figure.savefig(image, dpi=120)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=("run", "table"))
@@ -66,5 +120,9 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--supervised-updates", type=int, default=165)
     parser.add_argument("--only", nargs="+", help="variants, as folder names")
+    parser.add_argument("--image", type=Path, default=Path("docs/comparison.png"))
     options = parser.parse_args()
-    run(options.root.resolve(), options.seeds, options.steps, options.supervised_updates, options.only)
+    if options.action == "run":
+        run(options.root.resolve(), options.seeds, options.steps, options.supervised_updates, options.only)
+    else:
+        table(options.root.resolve(), options.seeds, options.image)
