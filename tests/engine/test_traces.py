@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -57,6 +58,30 @@ def test_refused_logprobs_are_the_targets_on_the_drafts_own_prefix(live: LiveEng
             assert item.logprob == pytest.approx(logprob(model, prefix, item.token, temperature or 1.0), abs=2e-3)
             checked += 1
     assert checked >= 2 * K
+
+
+def test_sampled_rollouts_follow_the_targets_distribution(live: LiveEngine, prompts):
+    """D6: the second token comes from a verify step. Over 1500 rollouts of one prompt its frequencies are the target's, within 4 standard errors, for every
+    token that is likely enough to count."""
+    temperature, count = 0.5, 1500
+    model = AutoModelForCausalLM.from_pretrained(live.settings.target_path, dtype=torch.float32)
+    results = live.generate_all("exact", [prompts[3]] * count, temperature=temperature, max_tokens=2)
+    first, second = Counter(result.token_ids[0] for result in results), Counter(result.token_ids[1] for result in results)
+    expected = torch.zeros(model.config.vocab_size, dtype=torch.float64)
+    with torch.no_grad():
+        for token, times in first.items():
+            logits = model(torch.tensor([[*prompts[3], token]])).logits[0, -1].double()
+            expected += times * torch.softmax(logits / temperature, -1)
+    checked = 0
+    for token, times in enumerate(expected.tolist()):
+        share = times / count
+        if times >= 20:
+            assert abs(second[token] - times) < 4 * (count * share * (1 - share)) ** 0.5, (
+                f"token {token}: {second[token]} times, expected {times:.0f}"
+            )
+            checked += 1
+    assert checked >= 5
+    assert all(trace_of(result).steps for result in results)
 
 
 def test_a_seeded_request_draws_the_same_alone_and_beside_others(live: LiveEngine, prompts):

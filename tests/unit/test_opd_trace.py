@@ -184,6 +184,14 @@ def test_a_missing_wire_key_is_named(key):
         from_extra_fields({name: value for name, value in WORKED_FIELDS.items() if name != key}, 8)
 
 
+def test_a_refused_proposal_that_replaces_itself_is_no_exact_verification():
+    """D6: lossy acceptance, or a broken sampler, puts rollouts off the target's distribution without an error."""
+    trace = trace_from_events([(1, [11, 12, 13], [-0.5, -1.0])], 3)
+    check_trace(trace, (10, 11, 19))
+    with pytest.raises(ValueError, match="proposal 2 of the block anchored at 0 was refused and replaced by itself \\(token 12\\)"):
+        check_trace(trace, (10, 11, 12))
+
+
 @given(rollouts())
 @UNHURRIED
 def test_random_rollouts_are_explained_and_survive_the_wire(rollout: Rollout):

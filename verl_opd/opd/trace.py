@@ -149,7 +149,9 @@ def accepted_by_position(steps: Sequence[VerifyStep]) -> tuple[int, ...]:
 
 
 def check_trace(trace: VerifyTrace, response_ids: Sequence[int]) -> None:
-    """ValueError unless `trace` commits every response token after the prefill token exactly once, with the accepted proposals' ids."""
+    """ValueError unless `trace` commits every response token after the prefill token exactly once, with the accepted proposals' ids, and no refused
+    proposal as its own replacement: exact verification never does that (a token is refused only where draft probability exceeds the target's, and the
+    replacement is drawn from what the target has more of), so the rollout would be off the target's distribution."""
     if trace.response_len != len(response_ids):
         raise ValueError(f"trace of {trace.response_len} tokens belongs to another response of {len(response_ids)} tokens")
     committed = [step.anchor + j for step in trace.steps for j in range(1, step.committed + 1)]
@@ -164,6 +166,12 @@ def check_trace(trace: VerifyTrace, response_ids: Sequence[int]) -> None:
                     f"accepted proposal {j} of the block anchored at {step.anchor} is token {token}, "
                     f"but the response holds {response_ids[step.anchor + j]} at position {step.anchor + j}"
                 )
+        end = step.anchor + step.accepted + 1
+        if step.committed == step.accepted + 1 and step.refused and step.refused[0] == response_ids[end]:
+            raise ValueError(
+                f"proposal {step.accepted + 1} of the block anchored at {step.anchor} was refused and replaced by itself (token {response_ids[end]}): "
+                "the engine does not verify exactly"
+            )
 
 
 def to_extra_fields(trace: VerifyTrace) -> dict[str, Any]:

@@ -6,8 +6,7 @@ rebuilds. The rebuilt values are copied into the tensor that was there before, b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,54 +19,6 @@ from verl_opd.drafts.snapshot import checksum
 _QKV = ("q_proj", "k_proj", "v_proj")
 _GATE_UP = ("gate_proj", "up_proj")
 _BUFFERS = ("_fused_kv_weight", "_fused_kv_bias", "_k_norm_weights")
-
-
-@contextmanager
-def unpacked_linears() -> Iterator[None]:
-    """While active, CPU linear layers and LM heads compute with their plain weight instead of a prepacked copy, so that it can be loaded again.
-
-    Linear layers by the skip flag that vLLM's UnquantizedLinearMethod honours on CPU. A head keeps weight and packed copy side by side, so a load
-    into it would be read back correctly and never used.
-    """
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-
-    linear, head = UnquantizedLinearMethod.process_weights_after_loading, UnquantizedEmbeddingMethod.process_weights_after_loading
-
-    def process_linear(self: Any, layer: nn.Module) -> None:
-        layer._cpu_skip_gemm_dispatch = True  # type: ignore[assignment]
-        linear(self, layer)
-
-    def process_head(self: Any, layer: nn.Module) -> None:
-        layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]
-
-    UnquantizedLinearMethod.process_weights_after_loading = process_linear  # type: ignore[method-assign]
-    UnquantizedEmbeddingMethod.process_weights_after_loading = process_head  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        UnquantizedLinearMethod.process_weights_after_loading = linear  # type: ignore[method-assign]
-        UnquantizedEmbeddingMethod.process_weights_after_loading = head  # type: ignore[method-assign]
-
-
-def keep_drafts_loadable() -> None:
-    """On CPU, make every drafter of this process load its model with `unpacked_linears`; idempotent. The target keeps its fast path."""
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return
-    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
-
-    inner: Callable[[Any], nn.Module] = SpecDecodeBaseProposer._get_model
-    if getattr(inner, "opd_unpacked", False):
-        return
-
-    def get_model(self: Any) -> nn.Module:
-        with unpacked_linears():
-            return inner(self)
-
-    get_model.opd_unpacked = True  # type: ignore[attr-defined]
-    SpecDecodeBaseProposer._get_model = get_model  # type: ignore[method-assign]
 
 
 def draft_model(runner: Any) -> nn.Module:

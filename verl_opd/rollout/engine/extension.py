@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from verl_opd.drafts.snapshot import checksum
-from verl_opd.rollout.engine.draft_loader import DraftLoader, draft_model, keep_drafts_loadable, target_checksum
+from verl_opd.rollout.engine.cpu import keep_drafts_loadable, mend_sampling
+from verl_opd.rollout.engine.draft_loader import DraftLoader, draft_model, target_checksum
 from verl_opd.rollout.engine.recorder import VerifyRecorder
 from verl_opd.rollout.engine.seams import attach
 
@@ -35,7 +36,7 @@ class OpdWorkerExtension:
             runner = self.model_runner
             if hasattr(self, "opd_recorder"):
                 return {"failure": "", "seam": "attached before", **_drafter_facts(runner)}
-            facts = _drafter_facts(runner)
+            facts = {**_drafter_facts(runner), "mended_sampling": mend_sampling()}
             recorder = VerifyRecorder(_live_requests(runner))
             seam, switch = attach(runner, recorder)
             self.opd_recorder, self.opd_switch, self.opd_loader = recorder, switch, DraftLoader(runner, engine_names)
