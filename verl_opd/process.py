@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 
 def redirect_output(log_path: str) -> None:
@@ -23,3 +25,27 @@ def log_tail(log_path: Path, lines: int = 15) -> str:
     if not log_path.exists():
         return f"(no log at {log_path})"
     return "\n".join(log_path.read_text(errors="replace").splitlines()[-lines:])
+
+
+def own_processes() -> dict[str, Any]:
+    """{"processes": [(pid, creation time)]} of this process and all below it, so that they can be ended by `end_own` later and nobody else."""
+    import psutil
+
+    me = psutil.Process()
+    family = [me, *me.children(recursive=True)]
+    return {"processes": [(process.pid, process.create_time()) for process in family]}
+
+
+def end_own(processes: list[tuple[int, float]]) -> list[int]:
+    """SIGKILL those of `processes` (from `own_processes`, on this machine) that still live; a process id that was given to another is left alone."""
+    import psutil
+
+    ended = []
+    for pid, created in processes:
+        try:
+            if psutil.Process(pid).create_time() == created:
+                os.kill(pid, signal.SIGKILL)
+                ended.append(pid)
+        except (psutil.NoSuchProcess, ProcessLookupError):
+            continue
+    return ended

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from verl_opd.data.prompts import Prompt
-from verl_opd.errors import ConfigError, RolloutError
-from verl_opd.opd.trace import to_extra_fields, trace_from_events
-from verl_opd.rollout.agent_loop import AGENT_LOOPS, AgentLoop, AgentLoopRunner, get_agent_loop
+from verl_opd.errors import ConfigError
+from verl_opd.opd.trace import RolloutSample, to_extra_fields, trace_from_events
+from verl_opd.rollout.agent_loop import AGENT_LOOPS, AgentLoop, AgentLoopRunner, SampleFailure, get_agent_loop
 from verl_opd.rollout.router import Router
 from verl_opd.rollout.server import GenerateResult
 
@@ -81,9 +81,9 @@ def test_no_more_samples_are_in_flight_than_allowed():
 
 def test_a_failed_sample_is_named_and_its_server_released():
     async def work(runner: AgentLoopRunner) -> None:
-        with pytest.raises(RolloutError, match="sample 0-2: the engine is gone"):
-            await runner.run(prompts(4), {"fail": 2}, 0)
-        await asyncio.sleep(0.05)
+        outcomes = await runner.run(prompts(4), {"fail": 2}, 0)
+        assert [isinstance(outcome, RolloutSample) for outcome in outcomes] == [True, True, False, True], "the others are not lost"
+        assert outcomes[2] == SampleFailure("0-2", "RuntimeError: the engine is gone")
 
     _, _, router = run(work)
     assert router.outstanding == [0, 0]
@@ -91,8 +91,8 @@ def test_a_failed_sample_is_named_and_its_server_released():
 
 def test_a_response_that_never_comes_ends_in_a_clear_error():
     async def work(runner: AgentLoopRunner) -> None:
-        with pytest.raises(RolloutError, match=r"sample 0-0: no response from server 0 within rollout.request_timeout=0.05 s"):
-            await runner.run(prompts(1), {"seconds": 3}, 0)
+        (outcome,) = await runner.run(prompts(1), {"seconds": 3}, 0)
+        assert "no response from server 0 within rollout.request_timeout=0.05 s" in outcome.reason
 
     _, _, router = run(work, timeout=0.05)
     assert router.outstanding == [0, 0]

@@ -206,13 +206,43 @@ def test_resume_modes(store: CheckpointStore, tmp_path: Path) -> None:
         resolve_resume("path", str(tmp_path / "nowhere"), store)
 
 
-def test_a_checkpoint_without_training_state_or_with_a_damaged_one_is_refused(store: CheckpointStore) -> None:
-    (save(store, 1) / "dcp" / ".metadata").unlink()
-    with pytest.raises(ConfigError, match=r"step_1 has no dcp/\.metadata"):
-        resolve_resume("auto", None, store)
-    (save(store, 2) / "state.json").write_text('{"step": ')
-    with pytest.raises(ConfigError, match=r"step_2/state\.json is damaged"):
-        resolve_resume("auto", None, store)
+def missing(checkpoint: Path) -> str:
+    (checkpoint / "dcp" / ".metadata").unlink()
+    return "it has no dcp/.metadata"
+
+
+def cut_state(checkpoint: Path) -> str:
+    (checkpoint / "state.json").write_text('{"step": ')
+    return "state.json is damaged"
+
+
+def one_other_byte(checkpoint: Path) -> str:
+    (checkpoint / "dcp" / ".metadata").write_text("0")
+    return "dcp/.metadata: missing or not as written"
+
+
+def lost_file(checkpoint: Path) -> str:
+    (checkpoint / "draft").unlink()
+    return "draft: missing or not as written"
+
+
+@pytest.mark.parametrize("harm", [missing, cut_state, one_other_byte, lost_file])
+def test_a_damaged_checkpoint_gives_way_to_the_one_before_it_and_that_is_said(store: CheckpointStore, harm: Any) -> None:
+    for step in (1, 2):
+        fill(store.begin(step), step)
+        (store.root / f".tmp-step_{step}" / "draft").write_text("weights")
+        store.commit(step, {"identity": IDENTITY})
+    told: list[str] = []
+    what = harm(store.root / "step_2")
+    assert resolve_resume("auto", None, store, told.append) == (store.root / "step_1").resolve()
+    assert len(told) == 1
+    assert "step_2 is damaged" in told[0]
+    assert what in told[0]
+    with pytest.raises(ConfigError, match="step_2 cannot be continued from"):
+        resolve_resume("path", str(store.root / "step_2"), store)
+    harm(store.root / "step_1")
+    with pytest.raises(ConfigError, match="none of the 2 checkpoints"):
+        resolve_resume("auto", None, store, told.append)
 
 
 def test_without_the_newest_directory_the_one_before_is_used(store: CheckpointStore) -> None:

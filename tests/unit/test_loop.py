@@ -77,7 +77,8 @@ def test_a_phase_that_trains_again_is_measured_again(warmup_done: int, opd_done:
         _warmup=lambda bar: None,
         _opd=lambda bar: None,
         _validate_stage=validate,
-        _save=lambda: None,
+        _save=lambda required: None,
+        _snapshot=None,
     )
     Loop.run(loop)  # type: ignore[arg-type]
     assert measured == expected
@@ -95,6 +96,7 @@ def test_engines_sleep_only_before_an_update(accumulate: int, steps: int, sleeps
         total_steps=steps,
         progress=Progress(),
         queue=[],
+        _stop_if_asked=lambda: None,
         clock=Quiet(),
         fleet=SimpleNamespace(sleep=lambda: actions.append("sleep")),
         _rollout=lambda score: actions.append("rollout") or [sample],

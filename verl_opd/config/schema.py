@@ -78,6 +78,7 @@ class RolloutConfig:
     engine_kwargs: dict[str, Any] = field(default_factory=dict)  # any vLLM engine argument
     start_timeout: float = 600.0  # seconds for an engine to come up
     request_timeout: float = 1800.0  # seconds for one response
+    stall_timeout: float = 300.0  # seconds without a token for anybody after which an engine counts as hanging and is replaced
     agent: AgentConfig = field(default_factory=AgentConfig)
 
 
@@ -189,6 +190,7 @@ class TrainerConfig:
     val_before_train: bool = True
     save_freq: int = 50  # checkpoint every N steps; -1 = only after warm-up, validations and at the end
     keep_last: int = 2
+    max_restarts: int = 3  # lost processes that are started again: engines and agent loops in place, trainer ranks from the last checkpoint
     resume_mode: str = "auto"  # auto | disable | path
     resume_from_path: str | None = None
     logger: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])

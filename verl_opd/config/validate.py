@@ -85,6 +85,7 @@ _AT_LEAST_0 = [
     "opd.max_rejected_tokens",
     "optim.weight_decay",
     "trainer.total_training_steps",
+    "trainer.max_restarts",
     "trainer.warmup_steps",
     "trainer.seed",
 ]
@@ -95,6 +96,7 @@ _POSITIVE = [
     "teacher.kv_cache_gb",
     "rollout.start_timeout",
     "rollout.request_timeout",
+    "rollout.stall_timeout",
     "opd.loss_max_clamp",
     "warmup.lr",
     "optim.lr",

@@ -96,5 +96,5 @@ def _push(writer: SnapshotWriter, trainers: Trainers, fleet: Fleet) -> dict[str,
             report = fleet.sync(trainers.snapshot(writer.path, version))
             seconds.append(time.monotonic() - started)
     finally:
-        writer.close()
+        writer.clear()
     return {"push_seconds_median": statistics.median(seconds), "push_seconds_max": max(seconds), "push_bytes": report.bytes}

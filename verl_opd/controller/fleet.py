@@ -1,21 +1,22 @@
-"""The rollout side of a run as one object: servers, router and agent loops, moved through their phases together."""
+"""The rollout side of a run as one object: servers, router and agent loops, moved through their phases together and replaced when they die."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
 
 from verl_opd.config.schema import Config
-from verl_opd.controller.phases import PhaseMachine
-from verl_opd.controller.placement import Placement, driver_options
+from verl_opd.controller.faults import Restarts, ailment, first_line
+from verl_opd.controller.phases import Phase, PhaseMachine
+from verl_opd.controller.placement import Placement, driver_options, end_processes
 from verl_opd.data.prompts import Prompt
 from verl_opd.drafts.snapshot import DraftSnapshot
 from verl_opd.errors import RolloutError
 from verl_opd.opd.trace import RolloutSample
-from verl_opd.rollout.agent_loop import AgentLoopWorker
+from verl_opd.rollout.agent_loop import AgentLoopWorker, SampleFailure
 from verl_opd.rollout.router import RouterActor
 from verl_opd.rollout.server import EngineSettings, RolloutServer
 from verl_opd.rollout.sync import SyncReport, push_draft
@@ -23,70 +24,157 @@ from verl_opd.rollout.teacher import TeacherServer, TeacherSettings
 
 
 class Fleet:
-    """Every replica of a run. Methods act on all of them and return when all are done."""
+    """Every replica of a run. Methods act on all of them and return when all are done.
+
+    A server or agent loop that dies is started again, as long as `restarts` allow; what it was working on is run again, and nothing else.
+    `say` is told; `snapshot` (set by the loop) gives the draft that all engines hold, for a server that has just been started.
+    """
 
     def __init__(
-        self, cfg: Config, placement: Placement, settings: Sequence[EngineSettings], teachers: Sequence[TeacherSettings] = ()
+        self,
+        cfg: Config,
+        placement: Placement,
+        settings: Sequence[EngineSettings],
+        teachers: Sequence[TeacherSettings] = (),
+        say: Callable[[str], None] = print,
+        restarts: Restarts | None = None,
     ) -> None:
-        self._timeout = cfg.rollout.start_timeout
-        self._sleep_level = placement.device.sleep_level
-        self.servers = [
-            RolloutServer.options(**placement.actor_options(slot.index)).remote(setting)
-            for slot, setting in zip(placement.slots, settings, strict=True)
-        ]
-        placement.actors.extend(self.servers)
-        self.phases = [PhaseMachine(index) for index in range(len(self.servers))]
+        self._cfg, self._placement, self._settings, self._say = cfg, placement, list(settings), say
+        self._restarts = restarts or Restarts(cfg.trainer.max_restarts, say)
+        self.counts = {"engine_restarts": 0, "agent_restarts": 0, "rerun_samples": 0}
+        self.snapshot: Callable[[], DraftSnapshot] | None = None
+        self._drafting = True
+        self.servers = [self._new_server(index) for index in range(len(settings))]
+        self.phases = [PhaseMachine(index) for index in range(len(settings))]
+        self._processes: list[dict[str, Any]] = [{} for _ in settings]
         self._teachers: list[Any] = []
-        by_name: dict[str, list[Any]] = {}
+        self._by_name: dict[str, list[Any]] = {}
         for index, teacher in enumerate(teachers):
             server = TeacherServer.options(**placement.teacher_options(index)).remote(teacher)
             self._teachers.append(server)
-            by_name.setdefault(teacher.name, []).append(server)
+            self._by_name.setdefault(teacher.name, []).append(server)
         placement.actors.extend(self._teachers)
-        router = RouterActor.options(**driver_options()).remote(len(self.servers))
+        self._router = RouterActor.options(**driver_options()).remote(len(settings))
+        placement.actors.append(self._router)
         count = cfg.rollout.agent.num_workers or cfg.trainer.n_student_workers
-        self._agents = [
-            AgentLoopWorker.options(**driver_options()).remote(
-                cfg.rollout.agent.loop, self.servers, router, cfg.rollout.agent.max_concurrency, cfg.rollout.request_timeout, by_name
-            )
-            for _ in range(count)
-        ]
-        placement.actors.extend([router, *self._agents])
+        self._agents = [self._new_agent() for _ in range(count)]
+
+    def _new_server(self, index: int) -> Any:
+        server = RolloutServer.options(**self._placement.actor_options(index)).remote(self._settings[index])
+        self._placement.actors.append(server)
+        return server
+
+    def _new_agent(self) -> Any:
+        rollout = self._cfg.rollout
+        agent = AgentLoopWorker.options(**driver_options()).remote(
+            rollout.agent.loop, self.servers, self._router, rollout.agent.max_concurrency, rollout.request_timeout, self._by_name
+        )
+        self._placement.actors.append(agent)
+        return agent
 
     def start(self) -> list[dict[str, Any]]:
         """Bring all engines up, teachers included, and return the probe reports of those that draft; RolloutError when one does not come up in
         rollout.start_timeout."""
-        everyone = [*self.servers, *self._teachers]
+        reports = self._start([*self.servers, *self._teachers])[: len(self.servers)]
+        self._processes = reports
+        return reports
+
+    def _start(self, servers: Sequence[Any]) -> list[dict[str, Any]]:
+        timeout = self._cfg.rollout.start_timeout
         try:
-            reports: list[dict[str, Any]] = ray.get([server.start.remote() for server in everyone], timeout=self._timeout)
+            reports: list[dict[str, Any]] = ray.get([server.start.remote() for server in servers], timeout=timeout)
         except ray.exceptions.GetTimeoutError as error:
             raise RolloutError(
-                f"engines did not start within rollout.start_timeout={self._timeout:.0f} s; see logs/rollout_*.log and logs/teacher_*.log"
+                f"engines did not start within rollout.start_timeout={timeout:.0f} s; see logs/rollout_*.log and logs/teacher_*.log"
             ) from error
-        return reports[: len(self.servers)]
+        return reports
+
+    # -- rollouts --------------------------------------------------------------------------------------------------------------------
 
     def generate(self, prompts: Sequence[Prompt], sampling: dict[str, Any], draft_version: int, score: bool = False) -> list[RolloutSample]:
         """One sample per prompt, in prompt order; with `score`, also scored by the teacher servers that are there."""
         for phase in self.phases:
             phase.require_rollout()
-        shares = [list(prompts[i :: len(self._agents)]) for i in range(len(self._agents))]
-        work = [agent.run.remote(share, sampling, draft_version, score) for agent, share in zip(self._agents, shares, strict=True) if share]
-        by_id = {sample.sample_id: sample for part in ray.get(work) for sample in part}
+        by_id: dict[str, RolloutSample] = {}
+        left = list(prompts)
+        while left:
+            for outcome in self._attempt(left, sampling, draft_version, score):
+                if isinstance(outcome, RolloutSample):
+                    by_id[outcome.sample_id] = outcome
+            left = [prompt for prompt in left if prompt.sample_id not in by_id]
+            if left:
+                self.counts["rerun_samples"] += len(left)
+                self._say(f"{len(left)} of {len(prompts)} samples are run again: {', '.join(p.sample_id for p in left[:8])}")
         return [by_id[prompt.sample_id] for prompt in prompts]
+
+    def _attempt(
+        self, prompts: Sequence[Prompt], sampling: dict[str, Any], draft_version: int, score: bool
+    ) -> list[RolloutSample | SampleFailure]:
+        """What became of each prompt. Whoever died meanwhile is there again afterwards; RolloutError when samples failed and nobody died."""
+        shares = [list(prompts[i :: len(self._agents)]) for i in range(len(self._agents))]
+        work = {i: self._agents[i].run.remote(share, sampling, draft_version, score) for i, share in enumerate(shares) if share}
+        outcomes: list[RolloutSample | SampleFailure] = []
+        replaced = False
+        for index, part in work.items():
+            try:
+                outcomes.extend(ray.get(part))
+            except ray.exceptions.RayActorError as error:
+                self._restarts.spend(f"agent loop worker {index} died ({first_line(error)})")
+                self._agents[index] = self._new_agent()
+                self.counts["agent_restarts"] += 1
+                replaced = True
+        failures = [outcome for outcome in outcomes if isinstance(outcome, SampleFailure)]
+        replaced = self.heal() or replaced
+        if failures and not replaced:
+            raise RolloutError(f"sample {failures[0].sample_id}: {failures[0].reason}")
+        return outcomes
+
+    # -- health ----------------------------------------------------------------------------------------------------------------------
+
+    def deaths(self) -> list[str]:
+        """Servers that cannot go on, and why."""
+        return [f"engine {index} is lost ({why})" for index, server in enumerate(self.servers) if (why := ailment(server))]
+
+    def heal(self) -> bool:
+        """Start every server again that no longer answers or says it cannot go on; whether there was one. WorkerDied when restarts are used up."""
+        sick = {index: reason for index, server in enumerate(self.servers) if (reason := ailment(server))}
+        for index, reason in sick.items():
+            self._restarts.spend(f"engine {index} is lost ({reason})")
+            self._replace(index)
+        return bool(sick)
+
+    def _replace(self, index: int) -> None:
+        """A new server in the place of a dead one, with the draft, drafting switch and phase of the others."""
+        ray.kill(self.servers[index], no_restart=True)
+        end_processes(self._processes[index])
+        server = self.servers[index] = self._new_server(index)
+        (self._processes[index],) = self._start([server])
+        if self.snapshot is not None:
+            push_draft([server], self.snapshot())
+        ray.get(server.set_drafting.remote(self._drafting))
+        if self.phases[index].phase is Phase.ASLEEP:
+            ray.get(server.sleep.remote(self._placement.device.sleep_level))
+        ray.get([agent.replace_server.remote(index, server) for agent in self._agents])
+        self.counts["engine_restarts"] += 1
+        self._say(f"engine {index} is back ({self._processes[index]['seconds']:.0f} s)")
 
     def set_drafting(self, enabled: bool) -> bool:
         """Turn drafting on or off between rollouts; False when an engine cannot, which leaves drafting on everywhere."""
         done = all(ray.get([server.set_drafting.remote(enabled) for server in self.servers]))
         if not done and not enabled:
             ray.get([server.set_drafting.remote(True) for server in self.servers])
+        self._drafting = enabled if done else True
         return done
+
+    # -- phases ----------------------------------------------------------------------------------------------------------------------
 
     def sleep(self) -> None:
         self._advance("sleep")
-        ray.get([server.sleep.remote(self._sleep_level) for server in self.servers])
+        ray.get([server.sleep.remote(self._placement.device.sleep_level) for server in self.servers])
 
     def sync(self, snapshot: DraftSnapshot) -> SyncReport:
         """Wake weights, push and prove the draft, wake the KV cache, drop cached prefixes: the only order that is allowed."""
+        self.heal()  # an engine may have died asleep, while the trainers worked
         self._advance("wake_weights")
         ray.get([server.wake.remote(["weights"]) for server in self.servers])
         self._advance("sync")
@@ -98,10 +186,12 @@ class Fleet:
         return report
 
     def recorder_metrics(self) -> dict[str, float]:
-        """What the recorders counted since the engines started, added up over replicas; a broken trace is one that does not explain its response."""
+        """What the recorders counted since the engines started, added up over replicas, and how often something died; a broken trace is one that does
+        not explain its response."""
         stats = ray.get([server.recorder_stats.remote() for server in self.servers])
         names = ("steps", "errors", "expired", "broken_traces")
-        return {f"opd/recorder/{name}": float(sum(entry[name] for entry in stats)) for name in names}
+        seen = {f"opd/recorder/{name}": float(sum(entry[name] for entry in stats)) for name in names}
+        return {**seen, **{f"rollout/{name}": float(count) for name, count in self.counts.items()}}
 
     def _advance(self, action: str) -> None:
         for phase in self.phases:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ from verl_opd.config.schema import Config
 from verl_opd.controller.cases import CaseLog
 from verl_opd.controller.console import Console, Phase
 from verl_opd.controller.diagnosis import Diagnosis, checklist
+from verl_opd.controller.faults import Stopped
 from verl_opd.controller.fleet import Fleet
 from verl_opd.controller.metrics import BenchmarkResult, rollout_metrics
 from verl_opd.controller.progress import Progress, SnapshotWriter
@@ -21,7 +22,8 @@ from verl_opd.controller.updates import Reward, mini_batches, opd_loss_spec, war
 from verl_opd.controller.validate import Benchmarks
 from verl_opd.data.loader import PromptLoader
 from verl_opd.drafts import get_family
-from verl_opd.errors import ReplayError
+from verl_opd.drafts.snapshot import DraftSnapshot
+from verl_opd.errors import CheckpointError, ConfigError, ReplayError
 from verl_opd.opd.losses import LossSpec, stream_totals
 from verl_opd.opd.metrics import StepMetrics, reduce_metrics
 from verl_opd.opd.plan import BlockPlan, TrainItem, item_rng, plan_counts, plan_opd, plan_warmup, restrict_labels
@@ -66,9 +68,13 @@ class Loop:
     diagnosis: Diagnosis = field(default_factory=Diagnosis)
     clock: Stopwatch = field(default_factory=Stopwatch)
     queue: list[RolloutSample] = field(default_factory=list)
+    stopping: Callable[[], bool] = lambda: False
+    failed_saves: int = 0
     saved: tuple[int, int] | None = None  # global step and number of validated stages of the newest checkpoint
 
     def run(self) -> None:
+        """Train to the end. Stopped, after a checkpoint, when `stopping` says so between two steps."""
+        self.fleet.snapshot = self._snapshot
         with self.clock.part("update_weights"):
             self.fleet.sleep()
             self._sync()
@@ -87,7 +93,7 @@ class Loop:
                 self._opd(bar)
         if self.total_steps:
             self._validate_stage("after_opd")
-        self._save()
+        self._save(required=True)
 
     # -- warm-up ---------------------------------------------------------------------------------------------------------------------
 
@@ -95,6 +101,7 @@ class Loop:
         """Roll target text out without drafting where the engine can, and train whole blocks on all text so far."""
         self.fleet.set_drafting(False)
         while self.progress.warmup_step < self.cfg.trainer.warmup_steps:
+            self._stop_if_asked()
             samples = self._rollout()
             self.progress.pool.extend(samples)
             metrics = [rollout_metrics(samples, self.cfg.data.max_response_length)]
@@ -143,6 +150,8 @@ class Loop:
         collected: list[StepMetrics] = []
         rollouts = 0
         while self.progress.opd_step < self.total_steps:
+            if not self.queue:
+                self._stop_if_asked()
             samples = self._rollout(score=True)
             self.queue.extend(samples)
             collected.append(rollout_metrics(samples, self.cfg.data.max_response_length))
@@ -240,9 +249,17 @@ class Loop:
         counts = [plan_counts(item.plan, sample) for item, sample in zip(items, samples, strict=True)]
         return [update, *counts]
 
+    def _snapshot(self) -> DraftSnapshot:
+        return self.trainers.snapshot(self.snapshots.path, self.progress.version)
+
     def _sync(self) -> None:
-        snapshot = self.trainers.snapshot(self.snapshots.path, self.progress.version)
-        self.progress.sync = self.fleet.sync(snapshot)
+        self.progress.sync = self.fleet.sync(self._snapshot())
+        self.snapshots.clear()
+
+    def _stop_if_asked(self) -> None:
+        if self.stopping():
+            self._save(required=True)
+            raise Stopped
 
     def _finish_step(self, bar: Phase, parts: list[StepMetrics], shown: RolloutSample, rollouts: int = 1) -> None:
         """Validate and save when due, then log the step, of `rollouts` rollout steps, once under the raw step number; `shown` goes to cases.log."""
@@ -265,6 +282,7 @@ class Loop:
                 "training/global_step": step,
                 "training/update_step": self.progress.version,
                 "training/epoch": self.loader.epoch,
+                "training/failed_checkpoints": self.failed_saves,
                 **self.fleet.recorder_metrics(),
                 **self.clock.lap(),
             }
@@ -295,8 +313,18 @@ class Loop:
         if stage != "before":
             self._save(tau=mean_tau(results))
 
-    def _save(self, tau: float | None = None) -> None:
-        """Write a checkpoint of this point unless there is one; with a held-out tau, make it `best` when it is."""
+    def _save(self, tau: float | None = None, required: bool = False) -> None:
+        """Write a checkpoint of this point unless there is one; with a held-out tau, make it `best` when it is. One that cannot be written (a full
+        disk) is said and counted, and training goes on; a `required` one raises."""
+        try:
+            self._write(tau)
+        except (CheckpointError, ConfigError, OSError) as error:
+            if required:
+                raise
+            self.failed_saves += 1
+            self.console.say(f"no checkpoint of step {self.progress.global_step}: {error}")
+
+    def _write(self, tau: float | None) -> None:
         step = self.progress.global_step
         point = (step, len(self.progress.results))
         with self.clock.part("save_checkpoint"):

@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from verl_opd.config.schema import Config
 from verl_opd.devices import Device, available_cores, split_cores
 from verl_opd.errors import ConfigError
+from verl_opd.process import end_own
 
 _BUNDLE_CPUS = 1.0
 
@@ -75,6 +76,18 @@ class Placement:
             if group is not None:
                 remove_placement_group(group)
         ray.shutdown()
+
+
+def end_processes(report: dict[str, Any]) -> None:
+    """End what a lost server has left behind: the processes of its start report, on its node. They may hang and not notice that it is gone."""
+    if report:
+        where = NodeAffinitySchedulingStrategy(report["node_id"], soft=False)
+        ray.get(_end_own.options(num_cpus=0, scheduling_strategy=where).remote(report["processes"]))
+
+
+@ray.remote
+def _end_own(processes: list[tuple[int, float]]) -> list[int]:
+    return end_own(processes)
 
 
 def driver_options() -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,8 +60,8 @@ class SnapshotWriter:
         shared = Path("/dev/shm")
         roomy = shared.is_dir() and shutil.disk_usage(shared).free > 2 * draft_bytes
         parent = shared if one_node and roomy else run_dir
-        self._folder = Path(tempfile.mkdtemp(prefix="verl-opd-draft-", dir=parent))
-        self.path = self._folder / "draft.safetensors"
+        self.path = parent / f".verl-opd-draft-{secrets.token_hex(8)}.safetensors"
 
-    def close(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
+    def clear(self) -> None:
+        """Remove the file: nobody needs it once a push is proven, and a killed run should leave no shared memory behind."""
+        self.path.unlink(missing_ok=True)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ray
 import torch
 
 from verl_opd.config.load import to_yaml
@@ -20,6 +22,7 @@ from verl_opd.config.schema import Config
 from verl_opd.config.teacher import teacher_models
 from verl_opd.controller.cases import CaseLog
 from verl_opd.controller.console import Console
+from verl_opd.controller.faults import Restarts, Stopped, StopSignal
 from verl_opd.controller.fleet import Fleet
 from verl_opd.controller.loop import Loop
 from verl_opd.controller.placement import Placement, place
@@ -37,7 +40,7 @@ from verl_opd.drafts import get_family
 from verl_opd.drafts.base import Vocabulary
 from verl_opd.drafts.files import local_directory
 from verl_opd.drafts.snapshot import checksum
-from verl_opd.errors import ConfigError
+from verl_opd.errors import ConfigError, WorkerDied
 from verl_opd.opd.names import TOP_K_LOSS
 from verl_opd.rollout.server import EngineSettings
 from verl_opd.rollout.teacher import TeacherSettings
@@ -184,6 +187,7 @@ def engine_settings(plan: Plan, placement: Placement, draft_path: Path, logs: Pa
             cpu_cores=slot.cores,
             seed=cfg.trainer.seed,
             log_path=str(logs / f"rollout_{slot.index}.log"),
+            stall_timeout=rollout.stall_timeout,
         )
         for slot in placement.slots
     ]
@@ -226,8 +230,10 @@ def total_steps(cfg: Config, loader: PromptLoader) -> int:
 
 
 @contextmanager
-def running(plan: Plan, run: RunDir, console: Console, checkpoint: Path | None) -> Iterator[tuple[Placement, Trainers, Fleet]]:
-    """Trainers and engines of a run, started; stopped on the way out whatever happens."""
+def running(
+    plan: Plan, run: RunDir, console: Console, checkpoint: Path | None, restarts: Restarts | None = None
+) -> Iterator[tuple[Placement, Trainers, Fleet]]:
+    """Trainers and engines of a run, started; stopped on the way out whatever happens. WorkerDied instead of another error when one of them is gone."""
     placement = place(plan.cfg, plan.device, len(plan.teachers) * plan.cfg.teacher.replicas)
     try:
         servers = f" and {len(placement.teacher_slots)} teacher server(s)" if plan.teachers else ""
@@ -238,24 +244,61 @@ def running(plan: Plan, run: RunDir, console: Console, checkpoint: Path | None) 
             trainers.load(checkpoint / "dcp")
         draft_path = run.root / "engine_draft"
         trainers.export(draft_path)
-        fleet = Fleet(
-            plan.cfg, placement, engine_settings(plan, placement, draft_path, run.logs), teacher_settings(plan, placement, run.logs)
-        )
+        settings, teachers = engine_settings(plan, placement, draft_path, run.logs), teacher_settings(plan, placement, run.logs)
+        fleet = Fleet(plan.cfg, placement, settings, teachers, console.say, restarts)
         for index, report in enumerate(fleet.start()):
             console.say(f"engine {index}: ready in {report['seconds']:.0f} s, HTTP at {report['url']}")
-        yield placement, trainers, fleet
+        try:
+            yield placement, trainers, fleet
+        except (ray.exceptions.RayError, RuntimeError) as error:
+            lost = [*trainers.deaths(), *fleet.deaths()]
+            if not lost or isinstance(error, WorkerDied):
+                raise
+            raise WorkerDied("; ".join(lost)) from error
         fleet.stop()
     finally:
         placement.close()
 
 
 def train(cfg: Config, argv: list[str]) -> None:
-    """Run or continue the training described by `cfg`."""
+    """Run or continue the training described by `cfg`; a process that dies costs at most the steps since the last checkpoint."""
     console, plan = Console(), prepare(cfg)
     run = RunDir(cfg.trainer.run_dir)
     run.open(plan.identity, resume=cfg.trainer.resume_mode != "disable")
     store = CheckpointStore(run.root, cfg.trainer.keep_last)
-    checkpoint = resolve_resume(cfg.trainer.resume_mode, cfg.trainer.resume_from_path, store)
+    first = checkpoint = resolve_resume(cfg.trainer.resume_mode, cfg.trainer.resume_from_path, store, console.say)
+    restarts = Restarts(cfg.trainer.max_restarts, console.say)
+    config = to_yaml(cfg)
+    with closing(
+        Trackers(cfg.trainer.logger, run.root, cfg.trainer.project_name, cfg.trainer.experiment_name, {"config": config})
+    ) as trackers:
+        run.describe(config, argv)
+        with StopSignal(console.say) as stop:
+            while True:
+                try:
+                    _train_from(checkpoint, plan, run, store, trackers, console, restarts, stop)
+                    break
+                except WorkerDied as error:
+                    restarts.spend(str(error))
+                    checkpoint = resolve_resume("auto", None, store, console.say) or first
+                except Stopped:
+                    console.say(f"stopped after a checkpoint in {store.latest()}; continue with:\n{shlex.join(argv)}")
+                    return
+    print_summary(console, run.root)
+
+
+def _train_from(
+    checkpoint: Path | None,
+    plan: Plan,
+    run: RunDir,
+    store: CheckpointStore,
+    trackers: Trackers,
+    console: Console,
+    restarts: Restarts,
+    stop: StopSignal,
+) -> None:
+    """Start everything, train from `checkpoint` (None: from the beginning) to the end, export and sum up."""
+    cfg = plan.cfg
     loader = PromptLoader(plan.train, cfg.data.train_batch_size, cfg.data.shuffle, cfg.data.seed)
     progress = Progress()
     if checkpoint is not None:
@@ -264,45 +307,38 @@ def train(cfg: Config, argv: list[str]) -> None:
         loader.load_state(state["data"])
         progress = Progress.from_state(state["progress"])
     steps = total_steps(cfg, loader)
-    run.describe(to_yaml(cfg), argv)
     console.say(_headline(plan, run, steps, checkpoint))
     if checkpoint is not None and progress.opd_step >= steps and (run.root / "summary.json").exists():
         console.say("all steps of this run are done; here is its summary. Another trainer.experiment_name starts a new run.")
-        print_summary(console, run.root)
         return
-    trackers = Trackers(cfg.trainer.logger, run.root, cfg.trainer.project_name, cfg.trainer.experiment_name, {"config": to_yaml(cfg)})
-    try:
-        with running(plan, run, console, checkpoint) as (placement, trainers, fleet):
-            snapshots = SnapshotWriter(run.root, placement.on_this_node, 2 * trainers.draft_parameters)
-            block_size = get_family(cfg.draft.family).block_size(plan.draft_config, cfg.rollout.num_speculative_tokens)
-            loop = Loop(
-                cfg,
-                block_size,
-                steps,
-                fleet,
-                trainers,
-                loader,
-                _benchmarks(plan),
-                store,
-                trackers,
-                console,
-                snapshots,
-                progress,
-                plan.identity,
-                plan.facts,
-                CaseLog(run.logs / "cases.log", plan.decode),
-                plan.reward,
-                None if plan.vocabulary is None else frozenset(plan.vocabulary.token_ids.tolist()),
-            )
-            try:
-                loop.run()
-                trainers.export(run.exports / "draft")
-                write_summary(run.root, plan.cfg, progress, loop.clock)
-            finally:
-                snapshots.close()
-    finally:
-        trackers.close()
-    print_summary(console, run.root)
+    with running(plan, run, console, checkpoint, restarts) as (placement, trainers, fleet):
+        snapshots = SnapshotWriter(run.root, placement.on_this_node, 2 * trainers.draft_parameters)
+        loop = Loop(
+            cfg,
+            get_family(cfg.draft.family).block_size(plan.draft_config, cfg.rollout.num_speculative_tokens),
+            steps,
+            fleet,
+            trainers,
+            loader,
+            _benchmarks(plan),
+            store,
+            trackers,
+            console,
+            snapshots,
+            progress,
+            plan.identity,
+            plan.facts,
+            CaseLog(run.logs / "cases.log", plan.decode),
+            plan.reward,
+            None if plan.vocabulary is None else frozenset(plan.vocabulary.token_ids.tolist()),
+            stopping=lambda: stop.asked,
+        )
+        try:
+            loop.run()
+            trainers.export(run.exports / "draft")
+            write_summary(run.root, cfg, progress, loop.clock)
+        finally:
+            snapshots.clear()
 
 
 def evaluate(cfg: Config, argv: list[str]) -> None:

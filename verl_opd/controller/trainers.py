@@ -10,9 +10,10 @@ from typing import Any
 import ray
 
 from verl_opd.config.schema import Config
+from verl_opd.controller.faults import death, first_line
 from verl_opd.controller.placement import Placement
 from verl_opd.drafts.snapshot import DraftSnapshot
-from verl_opd.errors import ConfigError
+from verl_opd.errors import CheckpointError, ConfigError
 from verl_opd.opd.layout import cost
 from verl_opd.opd.losses import LossSpec, StreamTotals
 from verl_opd.opd.metrics import StepMetrics
@@ -77,13 +78,21 @@ class Trainers:
         return snapshot
 
     def save(self, directory: Path) -> None:
-        self._all("save", str(directory))
+        """Write a distributed checkpoint; CheckpointError when a rank cannot."""
+        try:
+            self._all("save", str(directory))
+        except ray.exceptions.RayTaskError as error:
+            raise CheckpointError(f"{directory.name} was not written: {first_line(error.cause)}") from error
 
     def load(self, directory: Path) -> None:
         self._all("load", str(directory))
 
     def export(self, directory: Path) -> None:
         self._all("export", str(directory))
+
+    def deaths(self) -> list[str]:
+        """Ranks that are gone, and how they ended."""
+        return [f"trainer rank {index} died ({how})" for index, rank in enumerate(self._ranks) if (how := death(rank))]
 
     def _all(self, method: str, *args: Any) -> list[Any]:
         results: list[Any] = ray.get([getattr(rank, method).remote(*args) for rank in self._ranks])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -17,11 +17,19 @@ from verl_opd.rollout.server import GenerateResult
 from verl_opd.rollout.teacher import Teachers
 
 
+@dataclass(frozen=True)
+class SampleFailure:
+    """A prompt without a sample, and why."""
+
+    sample_id: str
+    reason: str
+
+
 class Servers:
     """The servers as an agent loop sees them: one call, routed. All requests of a session go to one server."""
 
     def __init__(self, servers: Sequence[Any], router: Any, timeout: float) -> None:
-        self._servers, self._router, self._timeout = servers, router, timeout
+        self._servers, self._router, self._timeout = list(servers), router, timeout
 
     async def generate(self, session: str, request_id: str, prompt_ids: Sequence[int], sampling: dict[str, Any]) -> GenerateResult:
         """RolloutError when the response takes longer than rollout.request_timeout."""
@@ -34,6 +42,10 @@ class Servers:
             raise RolloutError(f"no response from server {index} within rollout.request_timeout={self._timeout:g} s") from error
         finally:
             await self._router.release.remote(session)
+
+    def replace(self, index: int, server: Any) -> None:
+        """Send requests of server `index` to `server` from now on."""
+        self._servers[index] = server
 
     async def close(self, session: str) -> None:
         await self._router.close.remote(session)
@@ -93,11 +105,14 @@ class AgentLoopRunner:
 
     async def run(
         self, prompts: Sequence[Prompt], sampling: dict[str, Any], draft_version: int, score: bool = False
-    ) -> list[RolloutSample]:
-        """One sample per prompt, in order, with its teacher's scores if asked for; RolloutError with the sample id of the first that fails."""
+    ) -> list[RolloutSample | SampleFailure]:
+        """What became of each prompt, in order: a sample, with its teacher's scores if asked for, or the reason why there is none."""
         return list(await asyncio.gather(*(self._one(prompt, sampling, draft_version, score) for prompt in prompts)))
 
-    async def _one(self, prompt: Prompt, sampling: dict[str, Any], draft_version: int, score: bool) -> RolloutSample:
+    async def replace_server(self, index: int, server: Any) -> None:
+        self._servers.replace(index, server)
+
+    async def _one(self, prompt: Prompt, sampling: dict[str, Any], draft_version: int, score: bool) -> RolloutSample | SampleFailure:
         async with self._limit:
             try:
                 sample = await self._loop.run(prompt, sampling, draft_version)
@@ -106,8 +121,8 @@ class AgentLoopRunner:
                     scores = await self._teachers.score(name, prompt.teacher_key, sample.prompt_ids, sample.response_ids)
                     sample = replace(sample, teacher=scores)
                 return sample
-            except Exception as error:
-                raise RolloutError(f"sample {prompt.sample_id}: {error}") from error
+            except Exception as error:  # whoever asked for the sample decides whether it is run again
+                return SampleFailure(prompt.sample_id, f"{type(error).__name__}: {error}")
             finally:
                 await self._servers.close(prompt.sample_id)
 

@@ -18,7 +18,7 @@ import ray
 from verl_opd.drafts.snapshot import DraftSnapshot
 from verl_opd.errors import RolloutError
 from verl_opd.opd.trace import VerifyTrace, check_trace, to_extra_fields, trace_from_events
-from verl_opd.process import redirect_output
+from verl_opd.process import own_processes, redirect_output
 from verl_opd.targets.layers import vllm_aux_layer_id
 
 _BROKEN_SHARE = 0.05
@@ -51,6 +51,7 @@ class EngineSettings:
     cpu_cores: tuple[int, ...] = ()
     seed: int = 0
     log_path: str | None = None
+    stall_timeout: float = 300.0
     http_port: int = 0  # 0 = a free one from the kernel
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
 
@@ -183,6 +184,39 @@ class KeyRequired:
             await send({"type": "http.response.body", "body": body})
 
 
+class TokenProgress:
+    """When the engine last computed a token for anybody: prompt or response."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def moved(self) -> None:
+        self._last = time.monotonic()
+
+    @property
+    def idle(self) -> float:
+        """Seconds since then."""
+        return time.monotonic() - self._last
+
+
+def token_counter(progress: TokenProgress) -> Any:
+    """A factory of vLLM stat loggers (StatLoggerBase) that tell `progress` about every engine step with tokens in it."""
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    class Counter(StatLoggerBase):
+        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+            pass
+
+        def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
+            if iteration_stats is not None and (iteration_stats.num_generation_tokens or iteration_stats.num_prompt_tokens):
+                progress.moved()
+
+        def log_engine_initialized(self) -> None:
+            pass
+
+    return Counter
+
+
 class RolloutEngine:
     """The engine of one student worker. All methods are coroutines of one event loop."""
 
@@ -195,6 +229,8 @@ class RolloutEngine:
         self._popper: asyncio.Task[None] | None = None
         self._traces = TraceCheck()
         self._in_flight = 0
+        self._progress = TokenProgress()
+        self._stalled = ""
         self._http: Any = None
         self._key = secrets.token_urlsafe(32)
         self._url = ""
@@ -210,7 +246,9 @@ class RolloutEngine:
 
         listener = self._listen()
         try:
-            self._engine: Any = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(self._settings)))
+            self._engine: Any = AsyncLLM.from_engine_args(
+                AsyncEngineArgs(**engine_arguments(self._settings)), stat_loggers=[token_counter(self._progress)]
+            )
         except Exception as error:
             listener.close()
             raise RolloutError(f"the engine did not start ({type(error).__name__}: {error}); log: {self._settings.log_path}") from error
@@ -220,7 +258,7 @@ class RolloutEngine:
         except BaseException:
             await self.stop()
             raise
-        return {**facts, "url": self._url, "seconds": time.monotonic() - started}
+        return {**facts, "url": self._url, "seconds": time.monotonic() - started, "node_id": _node_id(), **own_processes()}
 
     def _listen(self) -> socket.socket:
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -310,18 +348,43 @@ class RolloutEngine:
         if self._asleep:
             raise RolloutError(f"request {request_id}: the engine is asleep; wake its weights and KV cache first")
         parameters = SamplingParams(**sampling, output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False)
-        final = None
         prompt: Any = {"prompt_token_ids": list(prompt_ids)}
         self._in_flight += 1
         try:
-            async for output in self._engine.generate(prompt, parameters, request_id):
-                final = output
+            final = await self._watched(self._last(self._engine.generate(prompt, parameters, request_id)), request_id)
         finally:
             self._in_flight -= 1
         if final is None:
             raise RolloutError(f"request {request_id}: the engine returned nothing")
         completion = final.outputs[0]
         return tuple(completion.token_ids), completion.finish_reason or "abort"
+
+    @staticmethod
+    async def _last(outputs: Any) -> Any:
+        final = None
+        async for output in outputs:
+            final = output
+        return final
+
+    async def _watched(self, work: Any, request_id: str) -> Any:
+        """The result of `work`; RolloutError once the engine has produced no token for anybody during stall_timeout seconds."""
+        task, limit = asyncio.ensure_future(work), self._settings.stall_timeout
+        if self._in_flight == 1:  # nobody waited before, so nothing moved
+            self._progress.moved()
+        while True:
+            done, _ = await asyncio.wait({task}, timeout=max(0.05, limit - self._progress.idle))
+            if done:
+                return task.result()
+            if self._progress.idle >= limit:
+                self._stalled = f"no token for anybody in rollout.stall_timeout={limit:g} s"
+                task.cancel()
+                raise RolloutError(f"request {request_id}: the engine hangs, {self._stalled}")
+
+    async def ailment(self) -> str:
+        """Why this engine cannot go on: it died or hangs; empty while it can."""
+        if self._stalled:
+            return self._stalled
+        return f"{type(self._engine.dead_error).__name__}: its engine core died" if self._engine.errored else ""
 
     async def _pop(self, request_id: str) -> list[Any] | None:
         """This request's events; requests that finish together share one `collective_rpc`."""
@@ -401,6 +464,10 @@ class RolloutEngine:
     async def _rpc(self, method: str, *args: Any) -> list[Any]:
         results: list[Any] = await self._engine.collective_rpc(method, args=args)
         return results
+
+
+def _node_id() -> str:
+    return str(ray.get_runtime_context().get_node_id()) if ray.is_initialized() else ""
 
 
 # RolloutEngine as a Ray actor: asynchronous, so up to 1000 calls are in flight at once.

@@ -6,12 +6,15 @@ import json
 import os
 import re
 import shutil
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from verl_opd.errors import ConfigError
 
 STATE = "state.json"
+MANIFEST = "manifest.json"  # size and CRC-32 of every other file
 _NAME = re.compile(r"step_(\d+)")
 _ASIDE = re.compile(r"\.tmp-(step_\d+)(-replaced)?")
 
@@ -50,6 +53,7 @@ class CheckpointStore:
         """Add state.json, make the directory durable, give it its name and point `latest` at it. An older checkpoint of `step` is replaced."""
         temporary, final = self._aside(step), self.root / f"step_{step}"
         (temporary / STATE).write_text(json.dumps(state))
+        (temporary / MANIFEST).write_text(json.dumps(_contents(temporary), indent=0))
         _sync(*temporary.rglob("*"), temporary)
         replaced = temporary.with_name(f"{temporary.name}-replaced")
         if final.exists():
@@ -101,6 +105,12 @@ class CheckpointStore:
         complete = [path for _, path in self._steps() if (path / STATE).is_file()]
         return complete[-1].resolve() if complete else None
 
+    def candidates(self) -> list[Path]:
+        """All checkpoints, the one that `latest` gives first, then from newest to oldest."""
+        latest = self.latest()
+        others = [path.resolve() for _, path in reversed(self._steps())]
+        return ([] if latest is None else [latest]) + [path for path in others if path != latest]
+
     def best(self) -> Path | None:
         held = self._best()
         path = None if held is None else self.root / f"step_{held['step']}"
@@ -146,26 +156,68 @@ class CheckpointStore:
                 shutil.rmtree(self._aside(step))
 
 
-def resolve_resume(mode: str, path: str | None, store: CheckpointStore) -> Path | None:
-    """The checkpoint to continue from: auto = the newest of this run, if any; disable = none; path = the one named by resume_from_path.
+def resolve_resume(mode: str, path: str | None, store: CheckpointStore, say: Callable[[str], None] = print) -> Path | None:
+    """The checkpoint to continue from: auto = the newest of this run that is whole, if any; disable = none; path = the one named by
+    resume_from_path.
 
-    ConfigError when that one cannot be continued. For the process that owns the run directory.
+    `say` is told of damaged checkpoints that auto passes over. ConfigError when all of them are, or the one that was named is. For the process
+    that owns the run directory.
     """
     if mode == "disable":
         return None
     if mode == "auto":
         store.recover()
-        checkpoint = store.latest()
-        if checkpoint is None:
-            return None
-    else:
-        if path is None:
-            raise ConfigError("trainer.resume_mode=path needs trainer.resume_from_path, the checkpoint directory to continue from")
-        checkpoint = find_checkpoint(Path(path).expanduser(), prefer="latest")
-    store.read_state(checkpoint)
-    if not (checkpoint / "dcp" / ".metadata").is_file():
-        raise ConfigError(f"{checkpoint} has no dcp/.metadata, so training cannot continue from it: use another checkpoint")
+        return _newest_whole(store, say)
+    if path is None:
+        raise ConfigError("trainer.resume_mode=path needs trainer.resume_from_path, the checkpoint directory to continue from")
+    checkpoint = find_checkpoint(Path(path).expanduser(), prefer="latest")
+    if wrong := damage(checkpoint):
+        raise ConfigError(f"{checkpoint} cannot be continued from ({wrong}): use another checkpoint")
     return checkpoint
+
+
+def _newest_whole(store: CheckpointStore, say: Callable[[str], None]) -> Path | None:
+    found = store.candidates()
+    for checkpoint in found:
+        wrong = damage(checkpoint)
+        if not wrong:
+            return checkpoint
+        say(f"checkpoint {checkpoint} is damaged ({wrong}): trying the one before it")
+    if found:
+        raise ConfigError(f"none of the {len(found)} checkpoints in {store.root} can be continued from; move them away to start anew")
+    return None
+
+
+def damage(checkpoint: Path) -> str:
+    """What keeps training from continuing from `checkpoint`; empty when it is whole. Every byte of it is read."""
+    try:
+        CheckpointStore.read_state(checkpoint)
+    except ConfigError as error:
+        return str(error)
+    if not (checkpoint / "dcp" / ".metadata").is_file():
+        return "it has no dcp/.metadata"
+    if not (checkpoint / MANIFEST).is_file():
+        return ""
+    try:
+        announced = json.loads((checkpoint / MANIFEST).read_text())
+    except json.JSONDecodeError as error:
+        return f"{MANIFEST}: {error}"
+    found = _contents(checkpoint)
+    wrong = [name for name, entry in announced.items() if found.get(name) != entry]
+    return f"{', '.join(wrong[:4])}: missing or not as written" if wrong else ""
+
+
+def _contents(folder: Path) -> dict[str, list[int]]:
+    """name -> [bytes, CRC-32] of every file below `folder` but the manifest."""
+    contents = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name != MANIFEST:
+            crc = 0
+            with path.open("rb") as file:
+                while block := file.read(1 << 24):
+                    crc = zlib.crc32(block, crc)
+            contents[str(path.relative_to(folder))] = [path.stat().st_size, crc]
+    return contents
 
 
 def find_checkpoint(path: Path, prefer: str = "best") -> Path:

@@ -54,6 +54,9 @@ class TrainRank:
         self._trainer = DraftTrainer(self._cfg, self._draft_config, self._rank, self._world, self._device.name)
         return {"draft_parameters": sum(parameter.numel() for parameter in self._trainer.draft.parameters())}
 
+    def ping(self) -> None:
+        """Answers between two methods, for as long as this process lives."""
+
     def update(self, items: list[TrainItem], totals: StreamTotals, spec: LossSpec, lr: float, check_replay: bool = False) -> StepMetrics:
         return self._trainer.update(items, totals, spec, lr, check_replay)
 

@@ -1,0 +1,96 @@
+"""A run whose processes are killed, stopped and asked to end, one after the other, and which goes on by itself each time."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import ROOT, command, environment, metrics_of, run
+from tests.e2e.test_loop import alive, descendants, wait_for
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
+
+INJURIES = [
+    ("VLLM::EngineCor", signal.SIGKILL),
+    ("VLLM::Worker", signal.SIGSTOP),
+    ("ray::AgentLoopR", signal.SIGKILL),
+    ("ray::RolloutEng", signal.SIGKILL),
+    ("ray::TrainRank", signal.SIGKILL),
+]
+
+
+def processes(root: int, title: str) -> list[int]:
+    """Processes below `root` whose title begins like this, by id."""
+    found = []
+    for pid in sorted(descendants(root)):
+        try:
+            text = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if text.startswith(title):
+            found.append(pid)
+    return found
+
+
+def steps_of(folder: Path) -> list[int]:
+    file = folder / "run" / "metrics.jsonl"
+    return [row["training/global_step"] for row in metrics_of(folder) if "training/global_step" in row] if file.exists() else []
+
+
+def test_a_run_survives_whatever_dies_and_stops_when_asked(tiny_llama_dir: Path, folder: Path):
+    overrides = ["trainer.total_training_steps=400", "trainer.save_freq=1", "trainer.max_restarts=8", "rollout.stall_timeout=6"]
+    arguments = command(
+        tiny_llama_dir, folder, *overrides, "trainer.val_before_train=false", "data.val_files={}", "trainer.total_epochs=999"
+    )
+    log = folder / "log"
+    with log.open("w") as output:
+        process = subprocess.Popen(arguments, cwd=ROOT, env=environment(), stdout=output, stderr=output)
+    try:
+        wait_for(lambda: steps_of(folder) or process.poll() is not None, 300, "the first step")
+        for title, number in INJURIES:
+            assert process.poll() is None, log.read_text()[-3000:]
+            victims = processes(process.pid, title)
+            assert victims, f"no process is called {title}: {log.read_text()[-1000:]}"
+            told, reached = log.read_text().count("starting again"), max(steps_of(folder))
+            os.kill(victims[0], number)
+            wait_for(
+                lambda told=told, reached=reached: (
+                    process.poll() is not None or (log.read_text().count("starting again") > told and max(steps_of(folder)) > reached)
+                ),
+                240,
+                f"the run to go on after {title} got {number.name}",
+            )
+        assert process.poll() is None, log.read_text()[-3000:]
+        family = descendants(process.pid)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(120) == 0, log.read_text()[-3000:]
+    finally:
+        process.kill()
+        process.wait()
+    said = log.read_text()
+    wait_for(lambda: not alive(family), 60, f"all processes to end: {alive(family)}")
+    assert "trainer rank 0 died" in said
+    assert re.search(r"agent loop worker \d died", said)
+    assert said.count("is lost (") >= 3
+    assert "no token for anybody in rollout.stall_timeout=6 s" in said
+    assert "SIGTERM: finishing this step, then a checkpoint" in said
+    assert "continue with:\nverl-opd train" in said
+    assert not list(Path("/dev/shm").glob(".verl-opd-draft-*")), "no shared memory of ours is left"
+
+    done = steps_of(folder)
+    assert set(done) == set(range(1, max(done) + 1)), "no step is missing"
+    state = json.loads((folder / "run" / "checkpoints" / "latest" / "state.json").read_text())
+    assert state["progress"]["opd_step"] == max(done)
+    rows = metrics_of(folder)
+    assert sum(row.get("actor/skipped_steps", 0) for row in rows) == 0
+    assert all(row.get("opd/replay_mismatch", 0) == 0 for row in rows), "engines that came back draft with the current weights"
+
+    more = [*arguments, f"trainer.total_training_steps={max(done) + 1}"]
+    assert "resuming from" in run(more)
+    assert max(steps_of(folder)) == max(done) + 1

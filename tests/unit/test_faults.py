@@ -1,0 +1,132 @@
+"""Restart budget, stop signals, lost processes, and the watchdog over tokens; without Ray or an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from verl_opd.config.schema import Config
+from verl_opd.controller.faults import Restarts, Stopped, StopSignal, first_line
+from verl_opd.controller.loop import Loop
+from verl_opd.controller.progress import Progress
+from verl_opd.errors import CheckpointError, ConfigError, RolloutError, WorkerDied
+from verl_opd.process import end_own, own_processes
+from verl_opd.rollout.server import EngineSettings, RolloutEngine
+
+
+def test_every_restart_is_said_and_the_last_one_ends_the_run():
+    told: list[str] = []
+    restarts = Restarts(2, told.append)
+    restarts.spend("engine 0 is lost (a)")
+    restarts.spend("trainer rank 1 died (b)")
+    with pytest.raises(WorkerDied, match=r"engine 1 is lost \(c\), and trainer.max_restarts=2 are used up"):
+        restarts.spend("engine 1 is lost (c)")
+    assert told == [
+        "engine 0 is lost (a): starting again, 1 of 2 restarts left",
+        "trainer rank 1 died (b): starting again, 0 of 2 restarts left",
+    ]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_is_noted_and_the_second_interrupts(number: signal.Signals):
+    told: list[str] = []
+    before = signal.getsignal(number)
+    with StopSignal(told.append) as stop:
+        assert not stop.asked
+        os.kill(os.getpid(), number)
+        assert stop.asked
+        assert number.name in told[0]
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+    assert signal.getsignal(number) is before
+
+
+def stub_loop(**attributes: Any) -> Any:
+    told: list[str] = []
+    console = SimpleNamespace(say=told.append)
+    return SimpleNamespace(cfg=Config(), progress=Progress(opd_step=7), console=console, failed_saves=0, told=told, **attributes)
+
+
+def test_stopping_writes_a_checkpoint_first():
+    saved: list[bool] = []
+    loop = stub_loop(stopping=lambda: True, _save=lambda required: saved.append(required))
+    with pytest.raises(Stopped):
+        Loop._stop_if_asked(loop)
+    assert saved == [True]
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), ConfigError("disk full"), CheckpointError("step_7 was not written")]
+)
+def test_a_checkpoint_that_cannot_be_written_is_said_and_training_goes_on_unless_it_is_the_last(error: Exception):
+    def write(tau: float | None) -> None:
+        raise error
+
+    loop = stub_loop(_write=write)
+    Loop._save(loop)
+    assert loop.failed_saves == 1
+    assert str(error) in loop.told[0]
+    with pytest.raises(type(error)):
+        Loop._save(loop, required=True)
+
+
+def test_only_processes_of_the_report_are_ended():
+    ours = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        report = own_processes()["processes"]
+        (mine,) = [entry for entry in report if entry[0] == ours.pid]
+        assert end_own([mine, (other.pid, 1.0), (2**22 + 5, 1.0)]) == [ours.pid], "another creation time is another process"
+        assert ours.wait(10) == -signal.SIGKILL
+        assert other.poll() is None
+    finally:
+        for process in (ours, other):
+            process.kill()
+            process.wait()
+
+
+def engine(stall_timeout: float) -> RolloutEngine:
+    settings = EngineSettings("t", "float32", "d", "dflash", 3, (0,), 3, 64, 4, stall_timeout=stall_timeout)
+    return RolloutEngine(settings)
+
+
+def test_a_hanging_engine_is_noticed_by_its_tokens_and_a_slow_one_is_not():
+    async def scenario() -> None:
+        live = engine(0.2)
+        live._engine = SimpleNamespace(errored=False)
+
+        async def slow() -> str:
+            for _ in range(8):  # longer than the limit in all, and always moving
+                await asyncio.sleep(0.05)
+                live._progress.moved()
+            return "done"
+
+        assert await live._watched(slow(), "a") == "done"
+        assert await live.ailment() == ""
+        with pytest.raises(RolloutError, match=r"request b: the engine hangs, no token for anybody in rollout.stall_timeout=0.2 s"):
+            await live._watched(asyncio.sleep(30), "b")
+        assert "stall_timeout" in await live.ailment()
+
+    asyncio.run(scenario())
+
+
+def test_the_first_request_after_a_pause_is_given_its_time():
+    async def scenario() -> None:
+        live = engine(0.3)
+        await asyncio.sleep(0.4)
+        live._in_flight = 1
+        assert await live._watched(asyncio.sleep(0.1, "done"), "a") == "done"
+
+    asyncio.run(scenario())
+
+
+def test_first_line_of_an_error_without_text():
+    assert first_line(ValueError()) == "ValueError"
+    assert first_line(ValueError("a\nb")) == "a"

@@ -1,0 +1,82 @@
+"""What a run does when one of its processes dies, and when somebody asks it to stop."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import ray
+
+from verl_opd.errors import WorkerDied
+
+_PING_SECONDS = 30.0
+
+
+class Restarts:
+    """The budget of trainer.max_restarts: every process that is started again costs one."""
+
+    def __init__(self, allowed: int, say: Callable[[str], None]) -> None:
+        self.allowed, self.left, self._say = allowed, allowed, say
+
+    def spend(self, what: str) -> None:
+        """Say what is started again and why; WorkerDied when nothing is left to spend."""
+        if self.left <= 0:
+            raise WorkerDied(f"{what}, and trainer.max_restarts={self.allowed} are used up")
+        self.left -= 1
+        self._say(f"{what}: starting again, {self.left} of {self.allowed} restarts left")
+
+
+class Stopped(Exception):
+    """The run was asked to stop and has written its checkpoint."""
+
+
+class StopSignal:
+    """While entered, the first SIGINT or SIGTERM is only noted; the second one interrupts at once."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._before: dict[int, Any] = {}
+        self.asked = False
+
+    def __enter__(self) -> StopSignal:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        self._say(f"{signal.Signals(number).name}: finishing this step, then a checkpoint; once more to stop at once")
+
+
+def ailment(server: Any) -> str:
+    """Why an engine server cannot go on; empty when it can."""
+    try:
+        return str(ray.get(server.ailment.remote(), timeout=_PING_SECONDS))
+    except ray.exceptions.GetTimeoutError:
+        return f"no answer in {_PING_SECONDS:.0f} s"
+    except ray.exceptions.RayActorError as error:
+        return first_line(error)
+
+
+def death(rank: Any) -> str:
+    """How a trainer rank ended; empty while it lives, however busy."""
+    try:
+        ray.get(rank.ping.remote(), timeout=_PING_SECONDS)
+    except ray.exceptions.GetTimeoutError:
+        return ""
+    except ray.exceptions.RayActorError as error:
+        return first_line(error)
+    return ""
+
+
+def first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
