@@ -75,7 +75,7 @@ def test_a_run_survives_whatever_dies_and_stops_when_asked(tiny_llama_dir: Path,
         process.wait()
     said = log.read_text()
     wait_for(lambda: not alive(family), 60, f"all processes to end: {alive(family)}")
-    assert "trainer rank 0 died" in said
+    assert re.search(r"trainer rank \d died", said)
     assert re.search(r"agent loop worker \d died", said)
     assert said.count("is lost (") >= 3
     assert "no token for anybody in rollout.stall_timeout=6 s" in said

@@ -41,9 +41,14 @@ class StopSignal:
         self.asked = False
 
     def __enter__(self) -> StopSignal:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._note)
+        self._before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        self.arm()
         return self
+
+    def arm(self) -> None:
+        """Take the signals, again if somebody else has taken them since: ray.init does."""
+        for number in self._before:
+            signal.signal(number, self._note)
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():

@@ -312,6 +312,7 @@ def _train_from(
         console.say("all steps of this run are done; here is its summary. Another trainer.experiment_name starts a new run.")
         return
     with running(plan, run, console, checkpoint, restarts) as (placement, trainers, fleet):
+        stop.arm()
         snapshots = SnapshotWriter(run.root, placement.on_this_node, 2 * trainers.draft_parameters)
         loop = Loop(
             cfg,
