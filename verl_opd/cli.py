@@ -14,6 +14,7 @@ _RECIPE_VERBS = {
     "train": "train a draft on the states it meets while the target verifies it",
     "eval": "measure held-out accept length of draft.path in the engine",
     "bench": "measure what recording and draft pushes cost",
+    "doctor": "check versions, devices, memory, disk, models and data before a long run does",
 }
 _OVERRIDES = """\
 overrides are written as in Hydra:
@@ -65,6 +66,12 @@ def _run_recipe(verb: str, recipe: str, overrides: list[str], print_only: bool, 
         print(to_yaml(compose_config(recipe, overrides)), end="")
         return
     cfg = load_config(recipe, overrides)
+    if verb == "doctor":  # looks at the values itself, beside everything else
+        from verl_opd.controller.doctor import report
+
+        if not report(cfg):
+            raise ConfigError("this machine or configuration is not ready; see the lines marked MISSING")
+        return
     validate(cfg)
     if verb == "train":
         from verl_opd.controller.run import train

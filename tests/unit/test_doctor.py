@@ -1,0 +1,63 @@
+"""`verl-opd doctor`: every kind of problem is listed with a remedy, and one does not hide the others."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import MASK_TOKEN_ID
+from verl_opd.cli import main
+from verl_opd.config.schema import Config
+from verl_opd.controller.doctor import diagnose, report
+
+
+@pytest.fixture
+def cfg(tiny_llama_dir: Path, tmp_path: Path) -> Config:
+    cfg = Config()
+    (tmp_path / "train.jsonl").write_text('{"prompt": "say one"}\n{"prompt": "say two"}\n')
+    cfg.target.path, cfg.data.train_files = str(tiny_llama_dir), [str(tmp_path / "train.jsonl")]
+    cfg.draft.mask_token_id, cfg.data.train_batch_size, cfg.trainer.device = MASK_TOKEN_ID, 2, "cpu"
+    cfg.trainer.run_dir = str(tmp_path / "run")
+    return cfg
+
+
+def missing(cfg: Config) -> dict[str, str]:
+    return {finding.what: f"{finding.seen} {finding.remedy}" for finding in diagnose(cfg) if finding.good is False}
+
+
+def test_a_machine_and_configuration_that_fit(cfg: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    before = sorted(tmp_path.iterdir())
+    assert missing(cfg) == {}
+    assert report(cfg)
+    assert "ready to run" in capsys.readouterr().out
+    assert sorted(tmp_path.iterdir()) == before, "nothing is left behind"
+
+
+def test_every_problem_is_listed_and_none_hides_another(cfg: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # import fails
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 5e8})())
+    cfg.trainer.logger = ["wandb"]
+    cfg.target.path = "/no/such/target"
+    found = missing(cfg)
+    assert set(found) == {"wandb", "run directory", "configuration"}
+    assert "pip install 'verl-opd[wandb]'" in found["wandb"]
+    assert "0.5 GB free" in found["run directory"]
+    assert "target.path=/no/such/target does not exist" in found["configuration"]
+    assert not report(cfg)
+    assert "cannot run: wandb, run directory, configuration" in capsys.readouterr().out
+
+
+def test_more_workers_than_cores_is_only_a_note(cfg: Config, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("verl_opd.controller.doctor.available_cores", lambda: [0])
+    cfg.trainer.n_student_workers = 2
+    (cores,) = [finding for finding in diagnose(cfg) if finding.what == "cores"]
+    assert cores.good is None
+    assert "they will share cores" in cores.remedy
+
+
+def test_the_exit_code_says_whether_a_run_can_start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    for ready, code in ((True, 0), (False, 2)):
+        monkeypatch.setattr("verl_opd.controller.doctor.report", lambda cfg, ready=ready: ready)
+        assert main(["doctor", "quickstart", "target.path=/no/such/target"]) == code
