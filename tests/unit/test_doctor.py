@@ -19,7 +19,7 @@ def cfg(tiny_llama_dir: Path, tmp_path: Path) -> Config:
     (tmp_path / "train.jsonl").write_text('{"prompt": "say one"}\n{"prompt": "say two"}\n')
     cfg.target.path, cfg.data.train_files = str(tiny_llama_dir), [str(tmp_path / "train.jsonl")]
     cfg.draft.mask_token_id, cfg.data.train_batch_size, cfg.trainer.device = MASK_TOKEN_ID, 2, "cpu"
-    cfg.trainer.run_dir = str(tmp_path / "run")
+    cfg.trainer.run_dir, cfg.draft.target_layer_ids = str(tmp_path / "run"), [0, 2, 5]
     return cfg
 
 
