@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -52,20 +55,36 @@ def wait_for(condition, seconds: float, what: str) -> None:
         time.sleep(0.5)
 
 
+def status(url: str, key: str | None) -> int:
+    """HTTP status of a GET with this key."""
+    request = urllib.request.Request(url, headers={} if key is None else {"Authorization": f"Bearer {key}"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
 def test_a_killed_run_resumes_where_it_was_and_ends_as_planned(tiny_llama_dir: Path, folder: Path):
     overrides = ["trainer.warmup_steps=1", "trainer.save_freq=1", "warmup.updates_per_step=2", "trainer.updates_per_step=2"]
     arguments = command(tiny_llama_dir, folder, *overrides)
     store = folder / "run" / "checkpoints"
+    secret = "a-key-nobody-else-has-5cc1"
     with (folder / "first.log").open("w") as log:
-        first = subprocess.Popen(arguments, cwd=ROOT, env=environment(), stdout=log, stderr=log)
+        first = subprocess.Popen(arguments, cwd=ROOT, env={**environment(), "VERL_OPD_API_KEY": secret}, stdout=log, stderr=log)
     try:
         wait_for(lambda: (store / "step_2").exists() or first.poll() is not None, 480, "the second checkpoint")
         assert first.poll() is None, (folder / "first.log").read_text()[-3000:]
         family = descendants(first.pid)
+        url = re.search(r"HTTP at (http://127\.0\.0\.1:\d+)", (folder / "first.log").read_text())[1]
+        assert [status(f"{url}/v1/models", key) for key in (secret, "another", None)] == [200, 401, 401]
     finally:
         first.kill()
         first.wait()
     wait_for(lambda: not alive(family), 120, f"processes of the killed run to end: {alive(family)}")
+
+    written = [path for path in folder.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
+    assert written == [], "the key of the HTTP server is nowhere in the run directory or the output"
 
     saved = json.loads((store / "latest" / "state.json").read_text())
     output = run(arguments)

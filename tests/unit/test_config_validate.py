@@ -113,6 +113,8 @@ def test_what_works_passes(recipe: str, overrides: list[str]) -> None:
         ),
         (["trainer.resume_mode=path"], ["trainer.resume_mode=path", "trainer.resume_from_path"]),
         (["trainer.resume_mode=path", "trainer.resume_from_path=/no/where"], ["trainer.resume_from_path=/no/where"]),
+        (["trainer.experiment_name='../../etc'"], ["trainer.experiment_name='../../etc' becomes a folder name"]),
+        (["trainer.project_name='..'"], ["trainer.project_name='..' becomes a folder name"]),
         (["trainer.resume_from_path=/tmp"], ["trainer.resume_from_path=/tmp", "trainer.resume_mode=auto"]),
     ],
 )

@@ -122,6 +122,35 @@ def test_every_path_but_health_and_metrics_needs_the_key():
     assert call("/v1/realtime", None, "websocket") == [{"type": "websocket.close", "code": 1008}]
 
 
+def test_a_body_that_is_too_long_is_refused_announced_or_not():
+    async def post(headers: list[tuple[bytes, bytes]], parts: list[bytes]) -> tuple[list[Any], list[Any]]:
+        """(what was answered, what the app was given)"""
+        sent: list[Any] = []
+        received: list[Any] = []
+        messages = iter([{"type": "http.request", "body": part, "more_body": True} for part in parts])
+
+        async def receive() -> Any:
+            return next(messages)
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            received.extend([await receive() for _ in parts])
+
+        scope = {"type": "http", "path": "/v1/completions", "headers": [(b"authorization", b"Bearer k"), *headers]}
+        await KeyRequired(app, "k", max_body=10)(scope, receive, send)
+        return sent, received
+
+    sent, received = asyncio.run(post([(b"content-length", b"11")], [b"x" * 11]))
+    assert sent[0]["status"] == 413
+    assert received == []
+    sent, received = asyncio.run(post([], [b"x" * 6, b"x" * 6]))
+    assert [message["type"] for message in received] == ["http.request", "http.disconnect"]
+    sent, received = asyncio.run(post([(b"content-length", b"10")], [b"x" * 10]))
+    assert received[0]["body"] == b"x" * 10
+
+
 def test_importing_the_server_does_not_import_vllm():
     code = "import sys, verl_opd.rollout.server, verl_opd.rollout.engine.extension; sys.exit('vllm' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}).returncode == 0

@@ -138,6 +138,7 @@ def validate(cfg: Config) -> None:
     """Raise ConfigError for the first value that cannot work, naming the key, its value and what would."""
     _check_choices(cfg)
     _check_ranges(cfg)
+    _check_names(cfg)
     _check_files(cfg)
     _check_draft(cfg)
     _check_batches(cfg)
@@ -177,6 +178,14 @@ def _check_range(cfg: Config, keys: Iterable[str], rule: str, holds: Any) -> Non
         value = _value(cfg, key)
         if value is not None and not (math.isfinite(value) and holds(value)):
             raise ConfigError(f"{key}={value} {rule}")
+
+
+def _check_names(cfg: Config) -> None:
+    """Names that become folders stay one folder below runs/."""
+    for key in ("trainer.project_name", "trainer.experiment_name"):
+        value = str(_value(cfg, key))
+        if not re.fullmatch(r"[\w.+=-]*[\w+=-][\w.+=-]*", value):
+            raise ConfigError(f"{key}={value!r} becomes a folder name: use letters, digits and . _ - + = (trainer.run_dir takes any path)")
 
 
 def _check_files(cfg: Config) -> None:

@@ -23,6 +23,9 @@ from verl_opd.targets.layers import vllm_aux_layer_id
 
 _BROKEN_SHARE = 0.05
 _STOP_SECONDS = 30.0  # an engine takes about 10 to end by itself; killed earlier, it leaves shared memory behind
+_MAX_BODY = 8 << 20  # bytes of one HTTP request
+_MAX_CONNECTIONS = 1024  # HTTP requests in flight, of one engine
+KEY_VARIABLE = "VERL_OPD_API_KEY"
 EXTENSION = "verl_opd.rollout.engine.extension.OpdWorkerExtension"
 
 
@@ -163,25 +166,47 @@ class TraceCheck:
 
 
 class KeyRequired:
-    """ASGI wrapper: every path but /health and /metrics needs `Authorization: Bearer <key>`. vLLM's own check leaves /invocations open."""
+    """ASGI wrapper: every path but /health and /metrics needs `Authorization: Bearer <key>`, and no body may be longer than `max_body` bytes. vLLM's
+    own check leaves /invocations open."""
 
     _OPEN = ("/health", "/metrics")
 
-    def __init__(self, app: Any, key: str) -> None:
-        self._app = app
+    def __init__(self, app: Any, key: str, max_body: int = _MAX_BODY) -> None:
+        self._app, self._max_body = app, max_body
         self._expected = f"Bearer {key}".encode()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         headers = dict(scope.get("headers", ()))
         given = headers.get(b"authorization", b"")
-        if scope["type"] == "lifespan" or scope["path"] in self._OPEN or secrets.compare_digest(given, self._expected):
+        if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})
+        elif scope["path"] not in self._OPEN and not secrets.compare_digest(given, self._expected):
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1008})
+            else:
+                await _refuse(send, 401, "a valid API key is required", "Unauthorized")
+        elif int(headers.get(b"content-length", b"0") or 0) > self._max_body:
+            await _refuse(send, 413, f"a request body may have {self._max_body} bytes", "RequestEntityTooLarge")
         else:
-            body = b'{"error": {"message": "a valid API key is required", "type": "Unauthorized", "code": 401}}'
-            await send({"type": "http.response.start", "status": 401, "headers": [(b"content-type", b"application/json")]})
-            await send({"type": "http.response.body", "body": body})
+            await self._app(scope, self._bounded(receive), send)
+
+    def _bounded(self, receive: Any) -> Any:
+        """`receive` that ends a body without an announced length where it becomes too long, as if the client had gone away."""
+        seen = 0
+
+        async def counted() -> Any:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            return {"type": "http.disconnect"} if seen > self._max_body else message
+
+        return counted
+
+
+async def _refuse(send: Any, status: int, message: str, kind: str) -> None:
+    body = json.dumps({"error": {"message": message, "type": kind, "code": status}}).encode()
+    await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json")]})
+    await send({"type": "http.response.body", "body": body})
 
 
 class TokenProgress:
@@ -232,7 +257,7 @@ class RolloutEngine:
         self._progress = TokenProgress()
         self._stalled = ""
         self._http: Any = None
-        self._key = secrets.token_urlsafe(32)
+        self._key = os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(32)
         self._url = ""
 
     # -- life ------------------------------------------------------------------------------------------------------------------------
@@ -288,7 +313,12 @@ class RolloutEngine:
         app = build_app(args, tasks, self._engine.model_config)
         await init_app_state(self._engine, app.state, args, tasks)
         config = uvicorn.Config(
-            KeyRequired(app, self._key), log_level="warning", lifespan="off", access_log=False, timeout_graceful_shutdown=5
+            KeyRequired(app, self._key),
+            log_level="warning",
+            lifespan="off",
+            access_log=False,
+            timeout_graceful_shutdown=5,
+            limit_concurrency=_MAX_CONNECTIONS,
         )
         self._http = uvicorn.Server(config)
         self._http.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
