@@ -13,6 +13,7 @@ from verl_opd.controller.trackers import TRACKERS
 from verl_opd.devices import DEVICES
 from verl_opd.errors import ConfigError
 from verl_opd.opd.losses import REJECTED_LOSSES, RESPONSE_LOSSES
+from verl_opd.opd.names import TOP_K_LOSS
 from verl_opd.rollout.agent_loop import AGENT_LOOPS
 
 
@@ -132,7 +133,8 @@ def test_a_model_path_that_is_a_file(recipe: str) -> None:
 
 
 def test_choices_are_those_of_the_code_that_reads_them() -> None:
-    assert CHOICES["opd.response_loss"] == CHOICES["warmup.loss"] == RESPONSE_LOSSES
+    assert CHOICES["opd.response_loss"] == RESPONSE_LOSSES
+    assert set(RESPONSE_LOSSES) - set(CHOICES["warmup.loss"]) == {TOP_K_LOSS}, "no server scores warm-up text"
     assert CHOICES["opd.rejected_loss"] == REJECTED_LOSSES
     assert set(CHOICES["rollout.agent.loop"]) == set(AGENT_LOOPS)
     assert CHOICES["trainer.logger"] == TRACKERS
