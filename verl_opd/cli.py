@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from verl_opd.config.recipes import recipe_names
-from verl_opd.errors import ConfigError
+from verl_opd.errors import ConfigError, RunError
 
 _RECIPE_VERBS = {
     "train": "train a draft on the states it meets while the target verifies it",
@@ -27,13 +27,18 @@ recipes: """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb. Exit codes: 0 done, 2 a problem the user can fix (one line on stderr), 130 interrupted."""
+    """Run one verb. Exit codes: 0 done, 1 a run that failed (what happened, on stderr), 2 a problem the user can fix (one line on stderr), 130
+    interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         _dispatch(arguments)
     except ConfigError as error:
         print(f"verl-opd: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except RunError as error:
+        cause = getattr(error, "cause", None) or error  # Ray wraps what an actor raised, its traceback included
+        print(f"verl-opd: {type(cause).__name__}: {cause}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("verl-opd: interrupted", file=sys.stderr)
         return 130

@@ -5,21 +5,25 @@ class ConfigError(ValueError):
     """A configuration, data or model problem found before anything expensive starts; the CLI prints it on one line and exits 2."""
 
 
-class WeightSyncError(RuntimeError):
+class RunError(RuntimeError):
+    """Something went wrong in a run that only its message has to explain; the CLI prints it without a traceback and exits 1."""
+
+
+class WeightSyncError(RunError):
     """The engine does not hold the draft that was pushed to it."""
 
 
-class WorkerDied(RuntimeError):
+class WorkerDied(RunError):
     """A process of the run is gone; the run can go on from its last checkpoint."""
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(RunError):
     """A checkpoint could not be written; those before it are untouched."""
 
 
-class ReplayError(RuntimeError):
+class ReplayError(RunError):
     """Training does not replay what the engine drafted."""
 
 
-class RolloutError(RuntimeError):
+class RolloutError(RunError):
     """The engine could not start, or failed while generating."""

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from verl_opd.cli import main
+from verl_opd.errors import RolloutError
 
 
 @pytest.fixture
@@ -70,6 +71,17 @@ def test_cfg_prints_the_resolved_configuration(recipe: str, order: list[str], ca
 def test_values_are_checked_before_anything_is_called(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", recipe, "rollout.num_speculative_tokens=0"]) == 2
     assert capsys.readouterr().err == "verl-opd: rollout.num_speculative_tokens=0 must be at least 1\n"
+
+
+def test_a_run_that_fails_says_what_happened_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: Any) -> None:
+        raise RolloutError("engine 0 did not start; log: x")
+
+    _replace_module(monkeypatch, "verl_opd.controller.run", train=fails)
+    assert main(["train", recipe]) == 1
+    assert capsys.readouterr().err == "verl-opd: RolloutError: engine 0 did not start; log: x\n"
 
 
 def test_interrupt(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:

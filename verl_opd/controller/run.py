@@ -269,6 +269,10 @@ def train(cfg: Config, argv: list[str]) -> None:
     first = checkpoint = resolve_resume(cfg.trainer.resume_mode, cfg.trainer.resume_from_path, store, console.say)
     restarts = Restarts(cfg.trainer.max_restarts, console.say)
     config = to_yaml(cfg)
+    if _finished(plan, run, store, checkpoint):
+        console.say("all steps of this run are done; here is its summary. Another trainer.experiment_name starts a new run.")
+        print_summary(console, run.root)
+        return
     with closing(
         Trackers(cfg.trainer.logger, run.root, cfg.trainer.project_name, cfg.trainer.experiment_name, {"config": config})
     ) as trackers:
@@ -279,12 +283,32 @@ def train(cfg: Config, argv: list[str]) -> None:
                     _train_from(checkpoint, plan, run, store, trackers, console, restarts, stop)
                     break
                 except WorkerDied as error:
+                    if restarts.left <= 0:
+                        raise
                     restarts.spend(str(error))
                     checkpoint = resolve_resume("auto", None, store, console.say) or first
                 except Stopped:
                     console.say(f"stopped after a checkpoint in {store.latest()}; continue with:\n{shlex.join(argv)}")
                     return
     print_summary(console, run.root)
+
+
+def _position(plan: Plan, store: CheckpointStore, checkpoint: Path | None) -> tuple[PromptLoader, Progress]:
+    """Where `checkpoint` left data and counters; ConfigError when it belongs to another run or other data."""
+    data = plan.cfg.data
+    loader, progress = PromptLoader(plan.train, data.train_batch_size, data.shuffle, data.seed), Progress()
+    if checkpoint is not None:
+        check_identity(checkpoint, plan.identity)
+        state = store.read_state(checkpoint)
+        loader.load_state(state["data"])
+        progress = Progress.from_state(state["progress"])
+    return loader, progress
+
+
+def _finished(plan: Plan, run: RunDir, store: CheckpointStore, checkpoint: Path | None) -> bool:
+    loader, progress = _position(plan, store, checkpoint)
+    done = progress.opd_step >= total_steps(plan.cfg, loader) and progress.warmup_step >= plan.cfg.trainer.warmup_steps
+    return checkpoint is not None and done and (run.root / "summary.json").exists()
 
 
 def _train_from(
@@ -299,18 +323,9 @@ def _train_from(
 ) -> None:
     """Start everything, train from `checkpoint` (None: from the beginning) to the end, export and sum up."""
     cfg = plan.cfg
-    loader = PromptLoader(plan.train, cfg.data.train_batch_size, cfg.data.shuffle, cfg.data.seed)
-    progress = Progress()
-    if checkpoint is not None:
-        check_identity(checkpoint, plan.identity)
-        state = store.read_state(checkpoint)
-        loader.load_state(state["data"])
-        progress = Progress.from_state(state["progress"])
+    loader, progress = _position(plan, store, checkpoint)
     steps = total_steps(cfg, loader)
     console.say(_headline(plan, run, steps, checkpoint))
-    if checkpoint is not None and progress.opd_step >= steps and (run.root / "summary.json").exists():
-        console.say("all steps of this run are done; here is its summary. Another trainer.experiment_name starts a new run.")
-        return
     with running(plan, run, console, checkpoint, restarts) as (placement, trainers, fleet):
         stop.arm()
         snapshots = SnapshotWriter(run.root, placement.on_this_node, 2 * trainers.draft_parameters)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -65,7 +66,9 @@ class SingleTurnAgentLoop(AgentLoop):
     """One prompt, one response."""
 
     async def run(self, prompt: Prompt, sampling: dict[str, Any], draft_version: int) -> RolloutSample:
-        result = await self.servers.generate(prompt.sample_id, f"{prompt.sample_id}-v{draft_version}", prompt.prompt_ids, sampling)
+        # a name of its own for every attempt: the engine may still work on one whose agent loop has died
+        name = f"{prompt.sample_id}-v{draft_version}-{secrets.token_hex(3)}"
+        result = await self.servers.generate(prompt.sample_id, name, prompt.prompt_ids, sampling)
         return RolloutSample(
             sample_id=prompt.sample_id,
             data_source=prompt.data_source,
