@@ -14,7 +14,7 @@ from verl_opd.controller.phases import Phase, PhaseMachine
 from verl_opd.controller.placement import Placement, driver_options, end_processes
 from verl_opd.data.prompts import Prompt
 from verl_opd.drafts.snapshot import DraftSnapshot
-from verl_opd.errors import RolloutError
+from verl_opd.errors import RolloutError, WeightSyncError
 from verl_opd.opd.trace import RolloutSample
 from verl_opd.rollout.agent_loop import AgentLoopWorker, SampleFailure
 from verl_opd.rollout.router import RouterActor
@@ -77,7 +77,21 @@ class Fleet:
         rollout.start_timeout."""
         reports = self._start([*self.servers, *self._teachers])[: len(self.servers)]
         self._processes = reports
+        self._target = self._target_checksums()[0]
         return reports
+
+    def _target_checksums(self) -> list[str]:
+        checksums: list[str] = ray.get([server.target_checksum.remote() for server in self.servers])
+        return checksums
+
+    def prove_target(self) -> None:
+        """WeightSyncError unless every engine still holds the frozen target it started with."""
+        for index, found in enumerate(self._target_checksums()):
+            if found != self._target:
+                raise WeightSyncError(
+                    f"engine {index} no longer holds the target that was loaded (checksum {found}, at the start {self._target}): "
+                    "its rollouts since the last proof are not the target's"
+                )
 
     def _start(self, servers: Sequence[Any]) -> list[dict[str, Any]]:
         timeout = self._cfg.rollout.start_timeout
@@ -98,10 +112,18 @@ class Fleet:
         by_id: dict[str, RolloutSample] = {}
         left = list(prompts)
         while left:
-            for outcome in self._attempt(left, sampling, draft_version, score):
-                if isinstance(outcome, RolloutSample):
-                    by_id[outcome.sample_id] = outcome
+            outcomes, replaced = self._attempt(left, sampling, draft_version, score)
+            good = {
+                outcome.sample_id: outcome
+                for outcome in outcomes
+                if isinstance(outcome, RolloutSample) and outcome.finish_reason != "abort"
+            }
+            by_id.update(good)
             left = [prompt for prompt in left if prompt.sample_id not in by_id]
+            if left and not good and not replaced:
+                raise RolloutError(
+                    f"all of {len(left)} samples were aborted, {left[0].sample_id} among them, and every engine says it is well"
+                )
             if left:
                 self.counts["rerun_samples"] += len(left)
                 self._say(f"{len(left)} of {len(prompts)} samples are run again: {', '.join(p.sample_id for p in left[:8])}")
@@ -109,8 +131,8 @@ class Fleet:
 
     def _attempt(
         self, prompts: Sequence[Prompt], sampling: dict[str, Any], draft_version: int, score: bool
-    ) -> list[RolloutSample | SampleFailure]:
-        """What became of each prompt. Whoever died meanwhile is there again afterwards; RolloutError when samples failed and nobody died."""
+    ) -> tuple[list[RolloutSample | SampleFailure], bool]:
+        """What became of each prompt, and whether somebody died meanwhile, who is there again now. RolloutError when samples failed and nobody died."""
         shares = [list(prompts[i :: len(self._agents)]) for i in range(len(self._agents))]
         work = {i: self._agents[i].run.remote(share, sampling, draft_version, score) for i, share in enumerate(shares) if share}
         outcomes: list[RolloutSample | SampleFailure] = []
@@ -127,7 +149,7 @@ class Fleet:
         replaced = self.heal() or replaced
         if failures and not replaced:
             raise RolloutError(f"sample {failures[0].sample_id}: {failures[0].reason}")
-        return outcomes
+        return outcomes, replaced
 
     # -- health ----------------------------------------------------------------------------------------------------------------------
 

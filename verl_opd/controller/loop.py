@@ -23,14 +23,16 @@ from verl_opd.controller.validate import Benchmarks
 from verl_opd.data.loader import PromptLoader
 from verl_opd.drafts import get_family
 from verl_opd.drafts.snapshot import DraftSnapshot
-from verl_opd.errors import CheckpointError, ConfigError, ReplayError
+from verl_opd.errors import CheckpointError, ConfigError, ReplayError, RolloutError
 from verl_opd.opd.losses import LossSpec, stream_totals
 from verl_opd.opd.metrics import StepMetrics, reduce_metrics
 from verl_opd.opd.plan import BlockPlan, TrainItem, item_rng, plan_counts, plan_opd, plan_warmup, restrict_labels
 from verl_opd.opd.replay_check import diagnose
-from verl_opd.opd.trace import RolloutSample
+from verl_opd.opd.trace import RolloutSample, is_finite
 from verl_opd.training.checkpoint import CheckpointStore, checkpoint_bytes
 from verl_opd.training.optim import lr_at
+
+_UNUSABLE_SHARE = 0.05
 
 
 def due(every: int, step: int, rollouts: int) -> bool:
@@ -70,6 +72,7 @@ class Loop:
     queue: list[RolloutSample] = field(default_factory=list)
     stopping: Callable[[], bool] = lambda: False
     failed_saves: int = 0
+    dropped: int = 0
     saved: tuple[int, int] | None = None  # global step and number of validated stages of the newest checkpoint
 
     def run(self) -> None:
@@ -230,7 +233,7 @@ class Loop:
             "max_tokens": data.max_response_length,
         }
         with self.clock.part("gen"):
-            return self.fleet.generate(prompts, sampling, self.progress.version, score)
+            return self._keep_finite(self.fleet.generate(prompts, sampling, self.progress.version, score))
 
     def _update(
         self, samples: Sequence[RolloutSample], items: Sequence[TrainItem], spec: LossSpec, lr: float, check_replay: bool = False
@@ -255,6 +258,18 @@ class Loop:
     def _sync(self) -> None:
         self.progress.sync = self.fleet.sync(self._snapshot())
         self.snapshots.clear()
+
+    def _keep_finite(self, samples: list[RolloutSample]) -> list[RolloutSample]:
+        """`samples` without those that carry a log-prob that is no number; RolloutError when that is more than a twentieth of them, and of one."""
+        kept = [sample for sample in samples if is_finite(sample)]
+        dropped = len(samples) - len(kept)
+        self.dropped += dropped
+        if dropped > 1 + _UNUSABLE_SHARE * len(samples) or not kept:
+            names = [sample.sample_id for sample in samples if not is_finite(sample)]
+            raise RolloutError(f"{dropped} of {len(samples)} samples carry log-probs that are not numbers: {', '.join(names[:8])}")
+        if dropped:
+            self.console.say(f"dropped {dropped} of {len(samples)} samples: log-probs that are not numbers")
+        return kept
 
     def _stop_if_asked(self) -> None:
         if self.stopping():
@@ -283,6 +298,7 @@ class Loop:
                 "training/update_step": self.progress.version,
                 "training/epoch": self.loader.epoch,
                 "training/failed_checkpoints": self.failed_saves,
+                "data/dropped_samples": self.dropped,
                 **self.fleet.recorder_metrics(),
                 **self.clock.lap(),
             }
@@ -307,6 +323,7 @@ class Loop:
         if stage in self.progress.results or not self.benchmarks.names:
             return
         results = self._validate()
+        self.fleet.prove_target()
         self.progress.results[stage] = results
         self.trackers.log(self.progress.global_step, {name: value for result in results for name, value in result.metrics().items()})
         self.console.acceptance(f"held-out accept length, {stage.replace('_', ' ')}", {stage: results})
