@@ -94,11 +94,39 @@ def test_bad_rows_name_file_and_line(tmp_path: Path, tokenizer: PreTrainedTokeni
         load_prompts([file], tokenizer, max_prompt_length=100)
 
 
-def test_what_the_chat_template_refuses_names_file_and_line(tmp_path: Path) -> None:
+def test_few_rows_that_the_template_refuses_are_counted_and_many_are_an_error(tmp_path: Path) -> None:
+    """A11: one bad row must neither end the run nor vanish."""
     strict = tiny_tokenizer()
-    strict.chat_template = "{{ raise_exception('no system messages') }}"
-    with pytest.raises(ConfigError, match=r"a\.jsonl:1: the chat template refuses this prompt: no system messages"):
-        load_prompts([_write(tmp_path / "a.jsonl", _user("x"))], strict, max_prompt_length=100)
+    strict.chat_template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system messages') }}{% endif %}{{ messages[0].content }}"
+    )
+    bad = {"prompt": [{"role": "system", "content": "x"}]}
+    file = _write(tmp_path / "a.jsonl", *[_user(str(i)) for i in range(19)], bad)
+    prompts, report = load_prompts([file], strict, max_prompt_length=100)
+    assert (len(prompts), report.kept) == (19, 19)
+    assert len(report.refused) == 1
+    assert f"1 refused by the chat template (first {file}:20: no system messages)" in str(report)
+    with pytest.raises(ConfigError, match=r"the chat template refuses 2 of 20 prompts: .*b\.jsonl:1: no system messages"):
+        load_prompts([_write(tmp_path / "b.jsonl", bad, bad, *[_user(str(i)) for i in range(18)])], strict, max_prompt_length=100)
+
+
+def test_tools_as_list_and_as_json_text_are_the_same_tokens(tmp_path: Path) -> None:
+    """A9."""
+    handy = tiny_tokenizer()
+    handy.chat_template = "{% for tool in tools or [] %}<{{ tool['name'] }}>{% endfor %}{{ messages[0]['content'] }}"
+    tools = [{"name": "look"}, {"name": "add"}]
+    rows = [{**_user("x"), "tools": tools}, {**_user("x"), "tools": json.dumps(tools)}, {**_user("x"), "tools": "[]"}, _user("x")]
+    prompts, _ = load_prompts([_write(tmp_path / "a.jsonl", *rows)], handy, max_prompt_length=100)
+    assert prompts[0].prompt_ids == prompts[1].prompt_ids
+    assert handy.decode(prompts[0].prompt_ids) == "<look><add>x"
+    assert prompts[2].prompt_ids == prompts[3].prompt_ids
+    for wrong, reason in (
+        ("{", "is text that is no JSON"),
+        ({"name": "x"}, "must be a list of objects"),
+        (["look"], "must be a list of objects"),
+    ):
+        with pytest.raises(ConfigError, match=rf"b\.jsonl:1: 'tools' {reason}"):
+            load_prompts([_write(tmp_path / "b.jsonl", {**_user("x"), "tools": wrong})], handy, max_prompt_length=100)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -48,6 +48,8 @@ from verl_opd.targets.hf import check_target_supported
 from verl_opd.targets.tokens import check_mask_token, check_same_vocabulary
 from verl_opd.training.checkpoint import CheckpointStore, check_identity, resolve_resume
 
+_ORIGIN = "verl_opd"  # key of an exported config.json: what the draft was trained with that its weights do not show
+
 
 @dataclass
 class Plan:
@@ -63,6 +65,7 @@ class Plan:
     decode: Callable[[Sequence[int]], str]
     reward: Reward | None
     teachers: dict[str, str]  # servers to start, name -> model; empty = the trainer's own copy of the target scores
+    notes: list[str]  # what stops nothing and should be known
 
     @property
     def token_map(self) -> str | None:
@@ -73,7 +76,8 @@ class Plan:
     @property
     def identity(self) -> dict[str, Any]:
         """What must be equal for a run directory or a checkpoint to be continued."""
-        digest = hashlib.sha256(json.dumps(self.draft_config, sort_keys=True).encode()).hexdigest()[:16]
+        config = {name: value for name, value in self.draft_config.items() if name != _ORIGIN}
+        digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
         return {
             "target": self.cfg.target.path,
             "family": self.cfg.draft.family,
@@ -123,6 +127,9 @@ def prepare(cfg: Config) -> Plan:
     else:
         draft_config = family.derive_config(target_config, cfg.draft, tokens)
     family.check(draft_config, target_config, tokens, cfg.draft.allow_block_size_mismatch)
+    trained_with, now = draft_config.get(_ORIGIN, {}), {"apply_chat_template_kwargs": dict(cfg.data.apply_chat_template_kwargs)}
+    notes = [] if not trained_with or trained_with == now else [f"this draft was trained with {trained_with}, this run uses {now}"]
+    draft_config = {**draft_config, _ORIGIN: now}
     mask = family.mask_token_id(draft_config)
     if cfg.draft.path is None and mask is not None:
         eos = target_config.eos_token_id
@@ -145,7 +152,17 @@ def prepare(cfg: Config) -> Plan:
     vocabulary = family.vocabulary(draft_config, cfg.draft.path)
     reward = None if cfg.opd.reward is None else load_reward(cfg.opd.reward)
     return Plan(
-        cfg, device, draft_config, train, report, benchmarks, vocabulary, lambda ids: str(tokenizer.decode(list(ids))), reward, teachers
+        cfg,
+        device,
+        draft_config,
+        train,
+        report,
+        benchmarks,
+        vocabulary,
+        lambda ids: str(tokenizer.decode(list(ids))),
+        reward,
+        teachers,
+        notes,
     )
 
 
@@ -263,6 +280,8 @@ def running(
 def train(cfg: Config, argv: list[str]) -> None:
     """Run or continue the training described by `cfg`; a process that dies costs at most the steps since the last checkpoint."""
     console, plan = Console(), prepare(cfg)
+    for note in plan.notes:
+        console.say(f"note: {note}")
     run = RunDir(cfg.trainer.run_dir)
     run.open(plan.identity, resume=cfg.trainer.resume_mode != "disable")
     store = CheckpointStore(run.root, cfg.trainer.keep_last)
@@ -362,6 +381,8 @@ def evaluate(cfg: Config, argv: list[str]) -> None:
     if not cfg.data.val_files:
         raise ConfigError("data.val_files is empty: nothing to evaluate")
     console, plan = Console(), prepare(cfg)
+    for note in plan.notes:
+        console.say(f"note: {note}")
     run = RunDir(cfg.trainer.run_dir)
     run.open(plan.identity, resume=True)
     run.describe(to_yaml(cfg), argv)

@@ -1,4 +1,5 @@
-"""Prompts from JSONL files: a row holds `prompt` (chat messages, or a string = one user message) and optionally `data_source`."""
+"""Prompts from JSONL files: a row holds `prompt` (chat messages, or a string = one user message) and optionally `data_source` and `tools` (a
+list, or the same as JSON text)."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ from typing import Any
 from jinja2 import TemplateError
 
 from verl_opd.errors import ConfigError
+
+_REFUSED_SHARE = 0.05
 
 
 @dataclass(frozen=True)
@@ -31,18 +34,21 @@ class Prompt:
 
 @dataclass(frozen=True)
 class DataReport:
-    """What happened to the rows of a data set. rows: read (after max_samples). dropped_overlong: longer than max_prompt_length tokens."""
+    """What happened to the rows of a data set. rows: read (after max_samples). dropped_overlong: longer than max_prompt_length tokens. refused:
+    place and reason of every row that the chat template refuses."""
 
     rows: int
     dropped_overlong: int
     max_prompt_length: int
+    refused: tuple[str, ...] = ()
 
     @property
     def kept(self) -> int:
-        return self.rows - self.dropped_overlong
+        return self.rows - self.dropped_overlong - len(self.refused)
 
     def __str__(self) -> str:
-        return f"{self.rows} rows read, {self.dropped_overlong} dropped for more than {self.max_prompt_length} prompt tokens"
+        text = f"{self.rows} rows read, {self.dropped_overlong} dropped for more than {self.max_prompt_length} prompt tokens"
+        return text + (f", {len(self.refused)} refused by the chat template (first {self.refused[0]})" if self.refused else "")
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,7 @@ class _Row:
     data_source: str
     messages: tuple[dict[str, Any], ...]
     fields: dict[str, Any]
+    tools: tuple[Any, ...] | None = None
 
 
 def load_prompts(
@@ -67,20 +74,27 @@ def load_prompts(
     """Read the first `max_samples` rows over all files and tokenise them; longer prompts than `max_prompt_length` are dropped and counted.
 
     `tokenizer` is a transformers tokenizer; `template_kwargs` go to its chat template. teacher_key: the field that names a row's teacher, which
-    has to be one of `teachers` where there are several. ConfigError names file and line of a bad row,
+    has to be one of `teachers` where there are several. Rows that the template refuses are dropped and counted while they are at most one in twenty
+    (_REFUSED_SHARE). ConfigError names file and line of a bad row,
     and the counts when nothing is left.
     """
     if getattr(tokenizer, "chat_template", None) is None:
         raise ConfigError(f"target.path: the tokenizer of {getattr(tokenizer, 'name_or_path', 'the target')} has no chat template")
     rows = list(islice((row for file in files for row in _read(Path(file), prompt_key)), max_samples))
-    prompts, dropped = [], 0
+    prompts, dropped, refused = [], 0, list[str]()
     for index, row in enumerate(rows):
-        ids = _apply_template(row, tokenizer, template_kwargs or {})
+        try:
+            ids = _apply_template(row, tokenizer, template_kwargs or {})
+        except (TemplateError, TypeError) as error:
+            refused.append(f"{row.place}: {error}")
+            continue
         if len(ids) > max_prompt_length:
             dropped += 1
         else:
             prompts.append(Prompt(str(index), row.data_source, ids, row.messages, _teacher_of(row, teacher_key, teachers)))
-    report = DataReport(len(rows), dropped, max_prompt_length)
+    report = DataReport(len(rows), dropped, max_prompt_length, tuple(refused))
+    if len(refused) > _REFUSED_SHARE * len(rows):
+        raise ConfigError(f"the chat template refuses {len(refused)} of {len(rows)} prompts: {'; '.join(refused[:3])}")
     if not prompts:
         raise ConfigError(f"no prompt is left of {', '.join(map(str, files))}: {report}; raise data.max_prompt_length or use other files")
     return prompts, report
@@ -122,7 +136,21 @@ def _parse(line: str, place: str, default_source: str, prompt_key: str) -> _Row:
     source = row.get("data_source", default_source)
     if not isinstance(source, str):
         raise ConfigError(f"{place}: 'data_source' must be a string, not {source!r}")
-    return _Row(place, source, tuple(messages), {name: value for name, value in row.items() if name != prompt_key})
+    fields = {name: value for name, value in row.items() if name != prompt_key}
+    return _Row(place, source, tuple(messages), fields, _tools(row.get("tools"), place))
+
+
+def _tools(given: Any, place: str) -> tuple[Any, ...] | None:
+    """Tool descriptions for the chat template; None and an empty list alike mean that there are none."""
+    try:
+        tools = json.loads(given) if isinstance(given, str) and given.strip() else given
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{place}: 'tools' is text that is no JSON ({error.msg} at column {error.colno})") from error
+    if not tools:
+        return None
+    if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise ConfigError(f"{place}: 'tools' must be a list of objects, or the same as JSON text")
+    return tuple(tools)
 
 
 def _is_message(message: Any) -> bool:
@@ -130,8 +158,6 @@ def _is_message(message: Any) -> bool:
 
 
 def _apply_template(row: _Row, tokenizer: Any, kwargs: Mapping[str, Any]) -> tuple[int, ...]:
-    try:
-        ids = tokenizer.apply_chat_template(list(row.messages), add_generation_prompt=True, tokenize=True, return_dict=False, **kwargs)
-    except (TemplateError, TypeError) as error:
-        raise ConfigError(f"{row.place}: the chat template refuses this prompt: {error}") from error
+    tools = {} if row.tools is None else {"tools": list(row.tools)}
+    ids = tokenizer.apply_chat_template(list(row.messages), add_generation_prompt=True, tokenize=True, return_dict=False, **tools, **kwargs)
     return tuple(ids)
