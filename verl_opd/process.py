@@ -28,24 +28,30 @@ def log_tail(log_path: Path, lines: int = 15) -> str:
 
 
 def own_processes() -> dict[str, Any]:
-    """{"processes": [(pid, creation time)]} of this process and all below it, so that they can be ended by `end_own` later and nobody else."""
+    """{"processes": [(pid, start)]} of this process and all below it, so that they can be ended by `end_own` later and nobody else."""
     import psutil
 
     me = psutil.Process()
-    family = [me, *me.children(recursive=True)]
-    return {"processes": [(process.pid, process.create_time()) for process in family]}
+    family = [me.pid, *(child.pid for child in me.children(recursive=True))]
+    return {"processes": [(pid, start) for pid in family if (start := _start(pid)) is not None]}
 
 
-def end_own(processes: list[tuple[int, float]]) -> list[int]:
+def end_own(processes: list[tuple[int, int]]) -> list[int]:
     """SIGKILL those of `processes` (from `own_processes`, on this machine) that still live; a process id that was given to another is left alone."""
-    import psutil
-
     ended = []
-    for pid, created in processes:
-        try:
-            if psutil.Process(pid).create_time() == created:
+    for pid, start in processes:
+        if _start(pid) == start:
+            try:
                 os.kill(pid, signal.SIGKILL)
-                ended.append(pid)
-        except (psutil.NoSuchProcess, ProcessLookupError):
-            continue
+            except ProcessLookupError:
+                continue
+            ended.append(pid)
     return ended
+
+
+def _start(pid: int) -> int | None:
+    """Clock ticks from boot to the start of a process, which no change of the clock moves; None when there is no such process."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19])
+    except (FileNotFoundError, ProcessLookupError):
+        return None

@@ -216,6 +216,11 @@ def cut_state(checkpoint: Path) -> str:
     return "state.json is damaged"
 
 
+def no_text(checkpoint: Path) -> str:
+    (checkpoint / "state.json").write_bytes(b"\xff\xfe{}")
+    return "state.json is damaged"
+
+
 def one_other_byte(checkpoint: Path) -> str:
     (checkpoint / "dcp" / ".metadata").write_text("0")
     return "dcp/.metadata: missing or not as written"
@@ -226,7 +231,7 @@ def lost_file(checkpoint: Path) -> str:
     return "draft: missing or not as written"
 
 
-@pytest.mark.parametrize("harm", [missing, cut_state, one_other_byte, lost_file])
+@pytest.mark.parametrize("harm", [missing, cut_state, no_text, one_other_byte, lost_file])
 def test_a_damaged_checkpoint_gives_way_to_the_one_before_it_and_that_is_said(store: CheckpointStore, harm: Any) -> None:
     for step in (1, 2):
         fill(store.begin(step), step)

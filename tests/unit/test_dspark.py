@@ -137,6 +137,8 @@ def test_judged_proposals_are_the_accepted_ones_and_the_first_refused_one() -> N
     plan = plan_opd(sample, block_size=5)
     first = [(0, 1, True), (0, 2, True), (0, 3, False)]
     assert judged(plan) == [*first, (1, 1, True), (1, 2, True), (1, 3, True), (1, 4, True), (2, 1, False)]
+    cut = RolloutSample("0-0", "t", (1, 2), (10, 11, 12), trace_from_events(events, 3), 0, "stop")
+    assert judged(plan_opd(cut, block_size=5)) == first[:2], "the response ended before the third proposal's place"
     stream = build_layout([TrainItem("0-0", sample.prompt_ids, sample.response_ids, plan)]).judged
     assert stream.slot.tolist() == [1, 2, 3, 6, 7, 8, 9, 11]
     assert stream.token.tolist() == [1, 1, 0, 1, 1, 1, 1, 0]

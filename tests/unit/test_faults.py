@@ -16,6 +16,7 @@ from verl_opd.config.schema import Config
 from verl_opd.controller.faults import Restarts, Stopped, StopSignal, first_line
 from verl_opd.controller.loop import Loop
 from verl_opd.controller.progress import Progress
+from verl_opd.controller.run import continuing
 from verl_opd.errors import CheckpointError, ConfigError, RolloutError, WorkerDied
 from verl_opd.process import end_own, own_processes
 from verl_opd.rollout.server import EngineSettings, RolloutEngine
@@ -35,14 +36,15 @@ def test_every_restart_is_said_and_the_last_one_ends_the_run():
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_is_noted_and_the_second_interrupts(number: signal.Signals):
-    told: list[str] = []
+def test_the_first_signal_is_noted_and_the_second_interrupts(number: signal.Signals, capfd: pytest.CaptureFixture[str]):
     before = signal.getsignal(number)
-    with StopSignal(told.append) as stop:
+    with StopSignal() as stop:
         assert not stop.asked
         os.kill(os.getpid(), number)
         assert stop.asked
-        assert number.name in told[0]
+        assert f"{number.name}: finishing this step" in capfd.readouterr().err
+        signal.signal(number, signal.SIG_IGN)  # as ray.init may
+        stop.arm()
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), number)
     assert signal.getsignal(number) is before
@@ -83,7 +85,7 @@ def test_only_processes_of_the_report_are_ended():
     try:
         report = own_processes()["processes"]
         (mine,) = [entry for entry in report if entry[0] == ours.pid]
-        assert end_own([mine, (other.pid, 1.0), (2**22 + 5, 1.0)]) == [ours.pid], "another creation time is another process"
+        assert end_own([mine, (other.pid, 1), (2**22 + 5, 1)]) == [ours.pid], "another start is another process"
         assert ours.wait(10) == -signal.SIGKILL
         assert other.poll() is None
     finally:
@@ -125,6 +127,13 @@ def test_the_first_request_after_a_pause_is_given_its_time():
         assert await live._watched(asyncio.sleep(0.1, "done"), "a") == "done"
 
     asyncio.run(scenario())
+
+
+def test_the_line_that_continues_a_run_does_not_start_from_the_old_checkpoint_again():
+    plain = ["verl-opd", "train", "quickstart", "optim.lr=1e-4"]
+    assert continuing(plain) == plain
+    pinned = [*plain, "trainer.resume_mode=path", "trainer.resume_from_path=runs/a/b/checkpoints/step_10"]
+    assert continuing(pinned) == [*plain, "trainer.resume_mode=auto"]
 
 
 def test_first_line_of_an_error_without_text():

@@ -52,14 +52,14 @@ def test_only_what_is_missing_is_run_again_and_the_order_is_kept():
 
 def test_aborts_without_an_end_stop_the_run():
     made = fleet([([sample(name, "abort") for name in "abc"], False)])
-    with pytest.raises(RolloutError, match="all of 3 samples were aborted, a among them"):
+    with pytest.raises(RolloutError, match="none of 3 samples came back, a among them"):
         made.generate(PROMPTS, {}, 0)
 
 
 def test_another_target_in_an_engine_is_named():
     made = object.__new__(Fleet)
     made._target, made._target_checksums = "abc", lambda: ["abc", "abd"]
-    with pytest.raises(WeightSyncError, match=r"engine 1 no longer holds the target .*checksum abd, at the start abc"):
+    with pytest.raises(WeightSyncError, match=r"engine 1 does not hold the target .*checksum abd, there abc"):
         made.prove_target()
     made._target_checksums = lambda: ["abc", "abc"]
     made.prove_target()

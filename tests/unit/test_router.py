@@ -34,6 +34,15 @@ def test_a_session_may_have_several_requests_at_once():
     assert router.outstanding == [1, 0]
 
 
+def test_a_reset_forgets_what_never_signed_off():
+    router = Router(2)
+    for name in "abc":
+        router.acquire(name)
+    router.reset()
+    assert router.outstanding == [0, 0]
+    assert [router.acquire("a"), router.acquire("d")] == [0, 1]
+
+
 def test_misuse_is_an_error():
     with pytest.raises(ValueError, match="at least one server"):
         Router(0)

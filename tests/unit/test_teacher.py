@@ -130,7 +130,7 @@ class FakeTeacher:
 
 def test_samples_go_to_the_teacher_their_key_names_spread_over_its_replicas():
     math_teachers, code = [FakeTeacher(), FakeTeacher()], FakeTeacher()
-    teachers = Teachers({"math": [Remote(server) for server in math_teachers], "code": [Remote(code)]})
+    teachers = Teachers({"math": [Remote(server) for server in math_teachers], "code": [Remote(code)]}, timeout=5.0)
 
     async def all_at_once() -> None:
         keys = ["math"] * 4 + ["code"]
@@ -145,8 +145,18 @@ def test_samples_go_to_the_teacher_their_key_names_spread_over_its_replicas():
 
 def test_a_single_teacher_takes_every_sample_whatever_its_key():
     server = FakeTeacher()
-    asyncio.run(Teachers({"default": [Remote(server)]}).score("0-1", "anything", (1,), (2,)))
+    asyncio.run(Teachers({"default": [Remote(server)]}, 5.0).score("0-1", "anything", (1,), (2,)))
     assert server.seen == ["0-1"]
+
+
+def test_a_teacher_that_hangs_is_named():
+    class Hanging(FakeTeacher):
+        async def score(self, *args: Any) -> TeacherScores:
+            await asyncio.sleep(30)
+            raise AssertionError
+
+    with pytest.raises(RolloutError, match=r"teacher default, replica 0: no scores within rollout.request_timeout=0.05 s"):
+        asyncio.run(Teachers({"default": [Remote(Hanging())]}, 0.05).score("0-1", "x", (1,), (2,)))
 
 
 # -- the loss ---------------------------------------------------------------------------------------------------------------------------
@@ -183,6 +193,14 @@ def test_tokens_that_the_draft_cannot_propose_are_left_out_and_clamps_hold():
     last = math.exp(-1.2) * (-1.2 - math.log(0.6))  # log 1e-9 does
     assert values.item() == pytest.approx(first + last, rel=1e-5)
     assert mass.item() == pytest.approx(0.2 + 0.6)
+
+
+def test_impossible_tokens_of_the_teacher_cost_nothing():
+    logits = torch.zeros(1, 3, requires_grad=True)
+    values, _ = topk_forward_kl(logits, torch.tensor([[0, 1]]), torch.tensor([[0.0, -math.inf]]))
+    values.sum().backward()
+    assert values.item() == pytest.approx(math.log(3), rel=1e-6)
+    assert torch.isfinite(logits.grad).all()
 
 
 @pytest.mark.parametrize("chunk", [2, 100])

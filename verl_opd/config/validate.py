@@ -129,6 +129,14 @@ OWNED_ENGINE_KWARGS: dict[str, str] = {
     "enable_sleep_mode": "nothing: the phases of the loop need it as it is",
     "served_model_name": "nothing: the server answers to target.path",
 }
+_OWNED_BY_TEACHERS: dict[str, str] = {
+    "max_logprobs": "teacher.top_k",
+    "logprobs_mode": "nothing: a teacher reports its own distribution",
+    "skip_tokenizer_init": "nothing: teachers read token ids",
+    "max_num_seqs": "teacher.max_num_seqs",
+    "gpu_memory_utilization": "teacher.gpu_memory_utilization",
+    "model": "teacher.models",
+}
 _QUICKSTART_TARGET = "/SmolLM2-135M-Instruct"
 _PREPARE = "`make quickstart` or `python -m verl_opd.targets.prepare` makes this one"
 _PARALLEL_KWARGS = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
@@ -249,21 +257,23 @@ def _check_divisible(batch: int, workers: int, key: str) -> None:
     )
 
 
-def _check_rollout(cfg: Config) -> None:
-    rollout, data = cfg.rollout, cfg.data
-    for name, value in rollout.engine_kwargs.items():
-        if name in OWNED_ENGINE_KWARGS:
-            decides = OWNED_ENGINE_KWARGS[name]
-            raise ConfigError(f"rollout.engine_kwargs.{name}={value!r} is set by the rollout server; what decides it: {decides}")
+def _check_engine_kwargs(key: str, given: dict[str, Any], owned: dict[str, str]) -> None:
+    for name, value in given.items():
+        if name in owned:
+            raise ConfigError(f"{key}.{name}={value!r} is set by the server; what decides it: {owned[name]}")
         if name == "load_format" and value == "dummy":
-            raise ConfigError(
-                "rollout.engine_kwargs.load_format='dummy' gives the target random weights, which no sync replaces: remove it"
-            )
+            raise ConfigError(f"{key}.load_format='dummy' gives the model random weights, which no sync replaces: remove it")
         if name in _PARALLEL_KWARGS and value != 1:
             raise ConfigError(
-                f"rollout.engine_kwargs.{name}={value!r} must be 1: every student worker runs one engine on one device; "
-                "raise trainer.n_student_workers to use more devices"
+                f"{key}.{name}={value!r} must be 1: every server runs one engine on one device; "
+                "raise trainer.n_student_workers or teacher.replicas to use more devices"
             )
+
+
+def _check_rollout(cfg: Config) -> None:
+    rollout, data = cfg.rollout, cfg.data
+    _check_engine_kwargs("rollout.engine_kwargs", rollout.engine_kwargs, OWNED_ENGINE_KWARGS)
+    _check_engine_kwargs("teacher.engine_kwargs", cfg.teacher.engine_kwargs, {**OWNED_ENGINE_KWARGS, **_OWNED_BY_TEACHERS})
     needed = data.max_prompt_length + data.max_response_length + rollout.num_speculative_tokens + 1
     if rollout.max_model_len is not None and rollout.max_model_len < needed:
         raise ConfigError(

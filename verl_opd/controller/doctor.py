@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl_opd.config.schema import Config
+from verl_opd.config.teacher import teacher_models
 from verl_opd.controller.console import Console
 from verl_opd.controller.rundir import versions
 from verl_opd.devices import available_cores, resolve_device
@@ -40,6 +41,8 @@ def diagnose(cfg: Config) -> list[Finding]:
             findings.extend(check(cfg))
         except ConfigError as error:
             findings.append(Finding(check.__name__.strip("_"), False, str(error), "correct the named key"))
+        except Exception as error:  # a broken package breaks the checks that need it, and no other
+            findings.append(Finding(check.__name__.strip("_"), False, f"{type(error).__name__}: {error}", "see the packages above"))
     return findings
 
 
@@ -63,14 +66,18 @@ def _packages(cfg: Config) -> Iterator[Finding]:
 
 def _device(cfg: Config) -> Iterator[Finding]:
     device = resolve_device(cfg.trainer.device)
-    wanted = cfg.trainer.n_student_workers
+    teachers = len(teacher_models(cfg)) * cfg.teacher.replicas
+    wanted, whom = (
+        cfg.trainer.n_student_workers + teachers,
+        f"{cfg.trainer.n_student_workers} student worker(s) and {teachers} teacher server(s)",
+    )
     if device.name == "cpu":
         cores = len(available_cores())
         enough = cores >= wanted
         yield Finding(
             "cores",
             True if enough else None,
-            f"{cores} for {wanted} student worker(s)",
+            f"{cores} for {whom}",
             "" if enough else "they will share cores: runs get slow",
         )
         return
@@ -78,9 +85,7 @@ def _device(cfg: Config) -> Iterator[Finding]:
 
     count = getattr(torch, device.name).device_count()
     remedy = f"lower trainer.n_student_workers, or join a cluster through RAY_ADDRESS; {device.visible_env}={os.environ.get(device.visible_env or '', '')!r}"
-    yield Finding(
-        "devices", count >= wanted or bool(os.environ.get("RAY_ADDRESS")), f"{count} {device.name} for {wanted} student worker(s)", remedy
-    )
+    yield Finding("devices", count >= wanted or bool(os.environ.get("RAY_ADDRESS")), f"{count} {device.name} for {whom}", remedy)
 
 
 def _host(cfg: Config) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 from types import FrameType
@@ -35,8 +36,7 @@ class Stopped(Exception):
 class StopSignal:
     """While entered, the first SIGINT or SIGTERM is only noted; the second one interrupts at once."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
+    def __init__(self) -> None:
         self._before: dict[int, Any] = {}
         self.asked = False
 
@@ -58,7 +58,8 @@ class StopSignal:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
-        self._say(f"{signal.Signals(number).name}: finishing this step, then a checkpoint; once more to stop at once")
+        text = f"{signal.Signals(number).name}: finishing this step, then a checkpoint; once more to stop at once\n"
+        os.write(2, text.encode())  # whoever was interrupted may hold the lock of every buffered stream
 
 
 def ailment(server: Any) -> str:
@@ -67,7 +68,7 @@ def ailment(server: Any) -> str:
         return str(ray.get(server.ailment.remote(), timeout=_PING_SECONDS))
     except ray.exceptions.GetTimeoutError:
         return f"no answer in {_PING_SECONDS:.0f} s"
-    except ray.exceptions.RayActorError as error:
+    except ray.exceptions.RayError as error:
         return first_line(error)
 
 

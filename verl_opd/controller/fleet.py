@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +20,8 @@ from verl_opd.rollout.router import RouterActor
 from verl_opd.rollout.server import EngineSettings, RolloutServer
 from verl_opd.rollout.sync import SyncReport, push_draft
 from verl_opd.rollout.teacher import TeacherServer, TeacherSettings
+
+_STOP_SECONDS = 60.0
 
 
 class Fleet:
@@ -46,7 +47,7 @@ class Fleet:
         self._drafting = True
         self.servers = [self._new_server(index) for index in range(len(settings))]
         self.phases = [PhaseMachine(index) for index in range(len(settings))]
-        self._processes: list[dict[str, Any]] = [{} for _ in settings]
+        self._processes: list[dict[str, Any]] = []  # start reports of servers, then of teachers
         self._teachers: list[Any] = []
         self._by_name: dict[str, list[Any]] = {}
         for index, teacher in enumerate(teachers):
@@ -75,10 +76,11 @@ class Fleet:
     def start(self) -> list[dict[str, Any]]:
         """Bring all engines up, teachers included, and return the probe reports of those that draft; RolloutError when one does not come up in
         rollout.start_timeout."""
-        reports = self._start([*self.servers, *self._teachers])[: len(self.servers)]
+        reports = self._start([*self.servers, *self._teachers])
         self._processes = reports
         self._target = self._target_checksums()[0]
-        return reports
+        self.prove_target()
+        return reports[: len(self.servers)]
 
     def _target_checksums(self) -> list[str]:
         checksums: list[str] = ray.get([server.target_checksum.remote() for server in self.servers])
@@ -89,8 +91,8 @@ class Fleet:
         for index, found in enumerate(self._target_checksums()):
             if found != self._target:
                 raise WeightSyncError(
-                    f"engine {index} no longer holds the target that was loaded (checksum {found}, at the start {self._target}): "
-                    "its rollouts since the last proof are not the target's"
+                    f"engine {index} does not hold the target that engine 0 loaded at the start (checksum {found}, there {self._target}): "
+                    "what it rolled out since the last proof is not the target's"
                 )
 
     def _start(self, servers: Sequence[Any]) -> list[dict[str, Any]]:
@@ -119,11 +121,9 @@ class Fleet:
                 if isinstance(outcome, RolloutSample) and outcome.finish_reason != "abort"
             }
             by_id.update(good)
-            left = [prompt for prompt in left if prompt.sample_id not in by_id]
-            if left and not good and not replaced:
-                raise RolloutError(
-                    f"all of {len(left)} samples were aborted, {left[0].sample_id} among them, and every engine says it is well"
-                )
+            before, left = len(left), [prompt for prompt in left if prompt.sample_id not in by_id]
+            if len(left) == before and not replaced:
+                raise RolloutError(f"none of {before} samples came back, {left[0].sample_id} among them, and every engine says it is well")
             if left:
                 self.counts["rerun_samples"] += len(left)
                 self._say(f"{len(left)} of {len(prompts)} samples are run again: {', '.join(p.sample_id for p in left[:8])}")
@@ -140,13 +140,20 @@ class Fleet:
         for index, part in work.items():
             try:
                 outcomes.extend(ray.get(part))
+            except (
+                ray.exceptions.RayTaskError
+            ):  # raised in the agent loop, which lives: the death of somebody it talks to looks like its own
+                raise
             except ray.exceptions.RayActorError as error:
                 self._restarts.spend(f"agent loop worker {index} died ({first_line(error)})")
+                self._discard(self._agents[index])
                 self._agents[index] = self._new_agent()
                 self.counts["agent_restarts"] += 1
                 replaced = True
         failures = [outcome for outcome in outcomes if isinstance(outcome, SampleFailure)]
         replaced = self.heal() or replaced
+        if replaced:  # nothing is in flight now, and what died has not signed off
+            ray.get(self._router.reset.remote())
         if failures and not replaced:
             raise RolloutError(f"sample {failures[0].sample_id}: {failures[0].reason}")
         return outcomes, replaced
@@ -154,8 +161,9 @@ class Fleet:
     # -- health ----------------------------------------------------------------------------------------------------------------------
 
     def deaths(self) -> list[str]:
-        """Servers that cannot go on, and why."""
-        return [f"engine {index} is lost ({why})" for index, server in enumerate(self.servers) if (why := ailment(server))]
+        """Servers that cannot go on, teachers included, and why."""
+        engines = [f"engine {index} is lost ({why})" for index, server in enumerate(self.servers) if (why := ailment(server))]
+        return engines + [f"teacher {index} is lost ({why})" for index, server in enumerate(self._teachers) if (why := ailment(server))]
 
     def heal(self) -> bool:
         """Start every server again that no longer answers or says it cannot go on; whether there was one. WorkerDied when restarts are used up."""
@@ -167,18 +175,28 @@ class Fleet:
 
     def _replace(self, index: int) -> None:
         """A new server in the place of a dead one, with the draft, drafting switch and phase of the others."""
-        ray.kill(self.servers[index], no_restart=True)
+        self._discard(self.servers[index])
         end_processes(self._processes[index])
         server = self.servers[index] = self._new_server(index)
         (self._processes[index],) = self._start([server])
+        self.prove_target()
         if self.snapshot is not None:
-            push_draft([server], self.snapshot())
+            push_draft([server], self.snapshot(), first=index)
         ray.get(server.set_drafting.remote(self._drafting))
         if self.phases[index].phase is Phase.ASLEEP:
             ray.get(server.sleep.remote(self._placement.device.sleep_level))
-        ray.get([agent.replace_server.remote(index, server) for agent in self._agents])
+        for agent in self._agents:
+            try:
+                ray.get(agent.replace_server.remote(index, server))
+            except ray.exceptions.RayActorError:  # found, and replaced with the current servers, at the next rollout
+                continue
         self.counts["engine_restarts"] += 1
-        self._say(f"engine {index} is back ({self._processes[index]['seconds']:.0f} s)")
+        report = self._processes[index]
+        self._say(f"engine {index} is back ({report['seconds']:.0f} s), HTTP at {report['url']}")
+
+    def _discard(self, actor: Any) -> None:
+        ray.kill(actor, no_restart=True)
+        self._placement.actors.remove(actor)
 
     def set_drafting(self, enabled: bool) -> bool:
         """Turn drafting on or off between rollouts; False when an engine cannot, which leaves drafting on everywhere."""
@@ -220,8 +238,11 @@ class Fleet:
             phase.advance(action)
 
     def stop(self) -> None:
-        """End engines and HTTP. One that takes longer than a minute (a request that never ends) is left to `Placement.close`, which kills it."""
-        try:
-            ray.get([server.stop.remote() for server in [*self.servers, *self._teachers]], timeout=60)
-        except ray.exceptions.GetTimeoutError:
-            print("an engine did not stop within 60 s and is killed", file=sys.stderr)
+        """End engines and HTTP, those that still answer by themselves, then whatever is left of their processes."""
+        servers = [*self.servers, *self._teachers]
+        _, late = ray.wait([server.stop.remote() for server in servers], num_returns=len(servers), timeout=_STOP_SECONDS)
+        if late:
+            self._say(f"{len(late)} of {len(servers)} engines did not stop within {_STOP_SECONDS:.0f} s and are killed")
+        for server, report in zip(servers, self._processes, strict=False):
+            ray.kill(server, no_restart=True)
+            end_processes(report)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -80,13 +81,15 @@ class Placement:
 
 def end_processes(report: dict[str, Any]) -> None:
     """End what a lost server has left behind: the processes of its start report, on its node. They may hang and not notice that it is gone."""
-    if report:
-        where = NodeAffinitySchedulingStrategy(report["node_id"], soft=False)
+    where = NodeAffinitySchedulingStrategy(report["node_id"], soft=False)
+    try:
         ray.get(_end_own.options(num_cpus=0, scheduling_strategy=where).remote(report["processes"]))
+    except ray.exceptions.RayError as error:  # the whole node is gone, and they with it
+        print(f"processes of a lost server could not be ended: {error}", file=sys.stderr)
 
 
 @ray.remote
-def _end_own(processes: list[tuple[int, float]]) -> list[int]:
+def _end_own(processes: list[tuple[int, int]]) -> list[int]:
     return end_own(processes)
 
 
@@ -129,16 +132,16 @@ def place(cfg: Config, device: Device, teachers: int = 0, timeout: float = 60.0)
             bundle[device.ray_resource] = 1.0
         _check_size(bundle, workers, teachers)
         groups.append(_reserve(bundle, workers, timeout))
-        slots = _slots(groups[0], workers)
+        if teachers:
+            groups.append(_reserve(bundle, teachers, timeout))
+        everyone = _slots([(group, index) for group in groups for index in range(group.bundle_count)])
+        slots, teacher_slots = everyone[:workers], [replace(slot, index=index) for index, slot in enumerate(everyone[workers:])]
         nodes = len({slot.node_ip for slot in slots})
         if cfg.trainer.nnodes > 1 and nodes != cfg.trainer.nnodes:
             raise ConfigError(
                 f"trainer.nnodes={cfg.trainer.nnodes}, but Ray placed the student workers on {nodes} node(s): correct the number"
             )
-        if not teachers:
-            return Placement(groups[0], device, slots)
-        groups.append(_reserve(bundle, teachers, timeout))
-        return Placement(groups[0], device, slots, groups[1], _slots(groups[1], teachers))
+        return Placement(groups[0], device, slots, groups[1] if teachers else None, teacher_slots)
     except BaseException:
         for group in groups:
             remove_placement_group(group)
@@ -165,10 +168,11 @@ def _reserve(bundle: dict[str, float], count: int, timeout: float) -> PlacementG
     raise ConfigError(f"Ray could not reserve {count} bundles of {bundle} in {timeout:.0f} s: other jobs hold the cluster's resources")
 
 
-def _slots(group: PlacementGroup, workers: int) -> list[Slot]:
+def _slots(bundles: Sequence[tuple[PlacementGroup, int]]) -> list[Slot]:
+    """One slot per bundle; all bundles of a node share its cores equally."""
     probes = [
         _probe_node.options(num_cpus=_BUNDLE_CPUS / 2, scheduling_strategy=PlacementGroupSchedulingStrategy(group, index)).remote()
-        for index in range(workers)
+        for group, index in bundles
     ]
     nodes: list[tuple[str, int, list[int]]] = ray.get(probes)
     slots = []

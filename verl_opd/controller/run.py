@@ -252,6 +252,8 @@ def running(
 ) -> Iterator[tuple[Placement, Trainers, Fleet]]:
     """Trainers and engines of a run, started; stopped on the way out whatever happens. WorkerDied instead of another error when one of them is gone."""
     placement = place(plan.cfg, plan.device, len(plan.teachers) * plan.cfg.teacher.replicas)
+    fleet: Fleet | None = None
+    trainers: Trainers | None = None
     try:
         servers = f" and {len(placement.teacher_slots)} teacher server(s)" if plan.teachers else ""
         console.say(f"starting {len(placement.slots)} student worker(s){servers} on {plan.device.name}: trainer ranks, then engines")
@@ -265,16 +267,18 @@ def running(
         fleet = Fleet(plan.cfg, placement, settings, teachers, console.say, restarts)
         for index, report in enumerate(fleet.start()):
             console.say(f"engine {index}: ready in {report['seconds']:.0f} s, HTTP at {report['url']}")
-        try:
-            yield placement, trainers, fleet
-        except (ray.exceptions.RayError, RuntimeError) as error:
-            lost = [*trainers.deaths(), *fleet.deaths()]
-            if not lost or isinstance(error, WorkerDied):
-                raise
-            raise WorkerDied("; ".join(lost)) from error
-        fleet.stop()
+        yield placement, trainers, fleet
+    except (ray.exceptions.RayError, RuntimeError) as error:
+        lost = [*(trainers.deaths() if trainers else ()), *(fleet.deaths() if fleet else ())]
+        if not lost or isinstance(error, WorkerDied):
+            raise
+        raise WorkerDied("; ".join(lost)) from error
     finally:
-        placement.close()
+        try:
+            if fleet is not None:
+                fleet.stop()
+        finally:
+            placement.close()
 
 
 def train(cfg: Config, argv: list[str]) -> None:
@@ -296,20 +300,29 @@ def train(cfg: Config, argv: list[str]) -> None:
         Trackers(cfg.trainer.logger, run.root, cfg.trainer.project_name, cfg.trainer.experiment_name, {"config": config})
     ) as trackers:
         run.describe(config, argv)
-        with StopSignal(console.say) as stop:
+        with StopSignal() as stop:
             while True:
                 try:
+                    if stop.asked:
+                        raise Stopped
                     _train_from(checkpoint, plan, run, store, trackers, console, restarts, stop)
                     break
                 except WorkerDied as error:
-                    if restarts.left <= 0:
+                    if "trainer.max_restarts" in str(error):  # said by whoever spent the last one
                         raise
                     restarts.spend(str(error))
-                    checkpoint = resolve_resume("auto", None, store, console.say) or first
+                    checkpoint = resolve_resume("auto", None, store, console.say) if store.committed else first
                 except Stopped:
-                    console.say(f"stopped after a checkpoint in {store.latest()}; continue with:\n{shlex.join(argv)}")
+                    console.say(f"stopped; the newest checkpoint is {store.latest()}; continue with:\n{shlex.join(continuing(argv))}")
                     return
     print_summary(console, run.root)
+
+
+def continuing(argv: Sequence[str]) -> list[str]:
+    """The command that goes on where this one stopped: from this run's newest checkpoint, wherever this one started from."""
+    started = ("trainer.resume_mode=", "trainer.resume_from_path=")
+    kept = [argument for argument in argv if not argument.startswith(started)]
+    return [*kept, "trainer.resume_mode=auto"] if len(kept) < len(argv) else kept
 
 
 def _position(plan: Plan, store: CheckpointStore, checkpoint: Path | None) -> tuple[PromptLoader, Progress]:

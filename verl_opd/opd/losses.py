@@ -121,7 +121,9 @@ def topk_forward_kl(student_logits: Tensor, top_ids: Tensor, top_logprobs: Tenso
     known = top_ids >= 0
     log_q = torch.log_softmax(student_logits.float(), dim=-1).gather(1, top_ids.clamp(min=0))
     s, t = _bounded(log_q, top_logprobs, min_clamp)
-    return (known * t.exp() * (t - s)).sum(-1).clamp(min=0.0), (known * log_q.detach().exp()).sum(-1)
+    counts = known & (t > -math.inf)  # an impossible token costs nothing
+    values = torch.where(counts, t.exp() * (torch.where(counts, t, 0.0) - s), 0.0)
+    return values.sum(-1).clamp(min=0.0), (known * log_q.detach().exp()).sum(-1)
 
 
 def total_variation(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:

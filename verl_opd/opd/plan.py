@@ -22,7 +22,7 @@ class BlockPlan:
     Slot (block n, offset j) predicts response position anchors[n] + j; see layout.py for tensor indices.
     response_*: committed tokens (label = the response token there). refused_*: refused proposals with the engine's target log-prob.
     drafted: what the engine proposed in each block, accepted or not, per anchor; empty for a block that no engine drafted. accepted: how many
-    of them the target accepted.
+    of them the target accepted and the response holds; ended: whether the response ended there, before a proposal was refused.
     """
 
     block_size: int
@@ -36,6 +36,7 @@ class BlockPlan:
     refused_logprob: tuple[float, ...]
     drafted: tuple[tuple[int, ...], ...] = ()
     accepted: tuple[int, ...] = ()
+    ended: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -104,8 +105,10 @@ def plan_opd(
     if max_rejected_tokens:
         refused = refused[:max_rejected_tokens]
     drafted = {step.anchor: step.drafted[: block_size - 1] for step in sample.trace.steps}
-    accepted = {step.anchor: min(step.accepted, block_size - 1) for step in sample.trace.steps}
-    return _assemble(block_size, sample.response_ids, spans, refused, drafted, accepted)
+    # a step that the end of the response cut short: what lies behind the end was judged, but stands for no state of a rollout
+    accepted = {step.anchor: min(step.accepted, step.committed, block_size - 1) for step in sample.trace.steps}
+    ended = {step.anchor for step in sample.trace.steps if step.committed <= step.accepted}
+    return _assemble(block_size, sample.response_ids, spans, refused, drafted, accepted, ended)
 
 
 def _segments(sample: RolloutSample, convention: str) -> list[tuple[int, int]]:
@@ -147,10 +150,10 @@ def plan_warmup(sample: RolloutSample, *, block_size: int, anchors_per_sample: i
     """Whole blocks at up to `anchors_per_sample` distinct uniform anchors in 0..R-2, every slot supervised by the response; no refusals."""
     candidates = len(sample.response_ids) - 1
     if candidates < 1:
-        return _assemble(block_size, sample.response_ids, [], [], {}, {})
+        return _assemble(block_size, sample.response_ids, [], [], {}, {}, set())
     chosen = rng.choice(candidates, size=min(anchors_per_sample, candidates), replace=False)
     spans = [(int(anchor), min(block_size - 1, candidates - int(anchor))) for anchor in sorted(chosen)]
-    return _assemble(block_size, sample.response_ids, spans, [], {}, {})
+    return _assemble(block_size, sample.response_ids, spans, [], {}, {}, set())
 
 
 def _subsample(pairs: list[tuple[int, int]], limit: int) -> list[tuple[int, int]]:
@@ -169,8 +172,10 @@ def _assemble(
     refused: Sequence[Refusal],
     drafted: Mapping[int, tuple[int, ...]],
     accepted: Mapping[int, int],
+    ended: Set[int],
 ) -> BlockPlan:
-    """spans: (anchor, number of supervised offsets, at least 1). A block is there for its span, its refusals, or both. drafted, accepted: by anchor."""
+    """spans: (anchor, number of supervised offsets, at least 1). A block is there for its span, its refusals, or both. drafted, accepted: by anchor;
+    ended: anchors."""
     anchors = tuple(sorted({anchor for anchor, _ in spans} | {item.anchor for item in refused}))
     index = {anchor: position for position, anchor in enumerate(anchors)}
     slots = [(anchor, offset) for anchor, reach in spans for offset in range(1, reach + 1)]
@@ -186,18 +191,19 @@ def _assemble(
         refused_logprob=tuple(item.logprob for item in refused),
         drafted=tuple(drafted.get(anchor, ()) for anchor in anchors),
         accepted=tuple(accepted.get(anchor, 0) for anchor in anchors),
+        ended=tuple(anchor in ended for anchor in anchors),
     )
 
 
 def judged(plan: BlockPlan) -> list[tuple[int, int, bool]]:
     """(block, 1-based offset, whether it was accepted) of every proposal that the target judged: the accepted ones and the first refused one.
 
-    What stands behind a refused proposal was never compared with the target.
+    What stands behind a refused proposal was never compared with the target; what stands behind the end of the response is no state of a rollout.
     """
     return [
         (block, offset, offset <= accepted)
-        for block, (tokens, accepted) in enumerate(zip(plan.drafted, plan.accepted, strict=True))
-        for offset in range(1, min(accepted + 1, len(tokens)) + 1)
+        for block, (tokens, accepted, ended) in enumerate(zip(plan.drafted, plan.accepted, plan.ended, strict=True))
+        for offset in range(1, min(accepted + (not ended), len(tokens)) + 1)
     ]
 
 

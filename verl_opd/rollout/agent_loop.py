@@ -102,7 +102,7 @@ class AgentLoopRunner:
         teachers: Mapping[str, Sequence[Any]] | None = None,
     ) -> None:
         self._servers = Servers(servers, router, request_timeout)
-        self._teachers = Teachers(teachers) if teachers else None
+        self._teachers = Teachers(teachers, request_timeout) if teachers else None
         self._loop = get_agent_loop(loop)(self._servers)
         self._limit = asyncio.Semaphore(max_concurrency)
 

@@ -26,6 +26,11 @@ class Router:
         """One request of `session` is done; the session keeps its server. KeyError for a session that is not open."""
         self.outstanding[self._sessions[session]] -= 1
 
+    def reset(self) -> None:
+        """Forget everything: for when nothing is in flight, and agent loops that died took their requests with them."""
+        self.outstanding = [0] * len(self.outstanding)
+        self._sessions.clear()
+
     def close(self, session: str) -> None:
         """Forget `session`; one that never acquired a server is no error."""
         self._sessions.pop(session, None)

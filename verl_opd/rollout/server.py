@@ -132,9 +132,12 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     if settings.device != "cpu":
         arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
         arguments["enable_sleep_mode"] = True
-    for name, value in settings.engine_kwargs.items():
-        arguments[name] = json.loads(value) if isinstance(value, str) and value[:1] in "{[" else value
-    return arguments
+    return {**arguments, **parsed_kwargs(settings.engine_kwargs)}
+
+
+def parsed_kwargs(given: dict[str, Any]) -> dict[str, Any]:
+    """Engine arguments as the user wrote them, JSON strings among them parsed."""
+    return {name: json.loads(value) if isinstance(value, str) and value[:1] in "{[" else value for name, value in given.items()}
 
 
 class TraceCheck:
@@ -210,10 +213,11 @@ async def _refuse(send: Any, status: int, message: str, kind: str) -> None:
 
 
 class TokenProgress:
-    """When the engine last computed a token for anybody: prompt or response."""
+    """When the engine last computed a token for anybody: of a response, or of a prompt, whose chunks show in how full the KV cache is."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()
+        self.cache_usage = 0.0
 
     def moved(self) -> None:
         self._last = time.monotonic()
@@ -233,8 +237,11 @@ def token_counter(progress: TokenProgress) -> Any:
             pass
 
         def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
-            if iteration_stats is not None and (iteration_stats.num_generation_tokens or iteration_stats.num_prompt_tokens):
+            usage = getattr(scheduler_stats, "kv_cache_usage", progress.cache_usage)
+            tokens = iteration_stats is not None and (iteration_stats.num_generation_tokens or iteration_stats.num_prompt_tokens)
+            if tokens or usage != progress.cache_usage:
                 progress.moved()
+            progress.cache_usage = usage
 
         def log_engine_initialized(self) -> None:
             pass
@@ -249,6 +256,7 @@ class RolloutEngine:
         if settings.log_path:
             redirect_output(settings.log_path)
         self._settings = settings
+        self._engine: Any = None
         self._asleep = False
         self._finished: dict[str, asyncio.Future[list[Any] | None]] = {}
         self._popper: asyncio.Task[None] | None = None
@@ -271,7 +279,7 @@ class RolloutEngine:
 
         listener = self._listen()
         try:
-            self._engine: Any = AsyncLLM.from_engine_args(
+            self._engine = AsyncLLM.from_engine_args(
                 AsyncEngineArgs(**engine_arguments(self._settings)), stat_loggers=[token_counter(self._progress)]
             )
         except Exception as error:
@@ -283,7 +291,7 @@ class RolloutEngine:
         except BaseException:
             await self.stop()
             raise
-        return {**facts, "url": self._url, "seconds": time.monotonic() - started, "node_id": _node_id(), **own_processes()}
+        return {**facts, "url": self._url, "seconds": time.monotonic() - started, "node_id": node_id(), **own_processes()}
 
     def _listen(self) -> socket.socket:
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -352,7 +360,8 @@ class RolloutEngine:
         if self._http is not None:
             self._http.should_exit = True
             await self._http_task
-        self._engine.shutdown(timeout=_STOP_SECONDS)
+        if self._engine is not None:
+            self._engine.shutdown(timeout=_STOP_SECONDS)
 
     # -- generation ------------------------------------------------------------------------------------------------------------------
 
@@ -412,6 +421,8 @@ class RolloutEngine:
 
     async def ailment(self) -> str:
         """Why this engine cannot go on: it died or hangs; empty while it can."""
+        if self._engine is None:
+            return "it did not start"
         if self._stalled:
             return self._stalled
         return f"{type(self._engine.dead_error).__name__}: its engine core died" if self._engine.errored else ""
@@ -496,7 +507,7 @@ class RolloutEngine:
         return results
 
 
-def _node_id() -> str:
+def node_id() -> str:
     return str(ray.get_runtime_context().get_node_id()) if ray.is_initialized() else ""
 
 

@@ -25,11 +25,12 @@ class SyncReport:
     checksum: str = ""
 
 
-def push_draft(servers: Sequence[Any], snapshot: DraftSnapshot) -> SyncReport:
-    """Load `snapshot` on every server; WeightSyncError names the replica and both values unless all of them prove to hold it."""
+def push_draft(servers: Sequence[Any], snapshot: DraftSnapshot, first: int = 0) -> SyncReport:
+    """Load `snapshot` on every server, replicas `first` and following; WeightSyncError names the replica and both values unless all of them prove to
+    hold it."""
     started = time.monotonic()
     replies = ray.get([server.load_draft.remote(snapshot) for server in servers])
-    for replica, reply in enumerate(replies):
+    for replica, reply in enumerate(replies, start=first):
         for rank, worker in enumerate(reply["workers"]):
             prove(worker, snapshot, f"replica {replica}, engine worker {rank}")
     return SyncReport(

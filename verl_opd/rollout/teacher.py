@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,9 +13,9 @@ import ray
 
 from verl_opd.errors import RolloutError
 from verl_opd.opd.trace import TeacherScores
-from verl_opd.process import redirect_output
+from verl_opd.process import own_processes, redirect_output
 from verl_opd.rollout.router import Router
-from verl_opd.rollout.server import set_engine_environment
+from verl_opd.rollout.server import node_id, parsed_kwargs, set_engine_environment
 
 _STOP_SECONDS = 30.0
 
@@ -59,7 +60,7 @@ def teacher_arguments(settings: TeacherSettings) -> dict[str, Any]:
     }
     if settings.device != "cpu":
         arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
-    return {**arguments, **settings.engine_kwargs}
+    return {**arguments, **parsed_kwargs(settings.engine_kwargs)}
 
 
 def scores_from_prompt_logprobs(entries: Any, prompt_len: int, response_ids: Sequence[int], top_k: int) -> TeacherScores:
@@ -86,6 +87,7 @@ class TeacherEngine:
         if settings.log_path:
             redirect_output(settings.log_path)
         self._settings = settings
+        self._engine: Any = None
 
     async def start(self) -> dict[str, Any]:
         """Start the engine and let it score three tokens. RolloutError with the reason when it does not come up."""
@@ -96,7 +98,7 @@ class TeacherEngine:
 
         name = self._settings.name
         try:
-            self._engine: Any = AsyncLLM.from_engine_args(AsyncEngineArgs(**teacher_arguments(self._settings)))
+            self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**teacher_arguments(self._settings)))
         except Exception as error:
             raise RolloutError(
                 f"teacher {name} ({self._settings.model_path}) did not start ({type(error).__name__}: {error}); log: {self._settings.log_path}"
@@ -106,7 +108,11 @@ class TeacherEngine:
         except BaseException:
             await self.stop()
             raise
-        return {"name": name, "seconds": time.monotonic() - started}
+        return {"name": name, "seconds": time.monotonic() - started, "node_id": node_id(), **own_processes()}
+
+    async def ailment(self) -> str:
+        """Why this server cannot go on; empty while it can."""
+        return "" if self._engine is not None and not self._engine.errored else "its engine core died, or never started"
 
     async def score(self, request_id: str, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> TeacherScores:
         """One forward over prompt + response. RolloutError when it cannot be scored."""
@@ -136,7 +142,8 @@ class TeacherEngine:
             raise RolloutError(f"teacher {self._settings.name}, request {request_id}: {error}") from error
 
     async def stop(self) -> None:
-        self._engine.shutdown(timeout=_STOP_SECONDS)
+        if self._engine is not None:
+            self._engine.shutdown(timeout=_STOP_SECONDS)
 
 
 # TeacherEngine as a Ray actor.
@@ -146,19 +153,22 @@ TeacherServer: Any = ray.remote(TeacherEngine)
 class Teachers:
     """All teacher servers, by name, as an agent loop worker sees them. With a single teacher every sample goes to it, whatever its key."""
 
-    def __init__(self, servers: Mapping[str, Sequence[Any]]) -> None:
-        self._servers = servers
+    def __init__(self, servers: Mapping[str, Sequence[Any]], timeout: float) -> None:
+        self._servers, self._timeout = servers, timeout
         self._routers = {name: Router(len(replicas)) for name, replicas in servers.items()}
 
     async def score(self, session: str, key: str, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> TeacherScores:
-        """Scores of one response; RolloutError when several teachers are there and none is named `key`."""
+        """Scores of one response; RolloutError when several teachers are there and none is named `key`, and after rollout.request_timeout."""
         name = next(iter(self._servers)) if len(self._servers) == 1 else key
         if name not in self._servers:
             raise RolloutError(f"no teacher is named {key!r}; there are {', '.join(self._servers)}")
         router = self._routers[name]
         index = router.acquire(session)
         try:
-            scores: TeacherScores = await self._servers[name][index].score.remote(session, prompt_ids, response_ids)
+            work = self._servers[name][index].score.remote(session, prompt_ids, response_ids)
+            scores: TeacherScores = await asyncio.wait_for(work, self._timeout)
+        except asyncio.TimeoutError as error:
+            raise RolloutError(f"teacher {name}, replica {index}: no scores within rollout.request_timeout={self._timeout:g} s") from error
         finally:
             router.release(session)
             router.close(session)

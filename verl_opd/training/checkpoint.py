@@ -34,6 +34,7 @@ class CheckpointStore:
     def __init__(self, run_dir: Path, keep_last: int) -> None:
         self.root = Path(run_dir) / "checkpoints"
         self.keep_last = keep_last
+        self.committed = 0  # checkpoints written through this object
 
     def begin(self, step: int, needed_bytes: int = 0) -> Path:
         """A fresh directory to write checkpoint `step` into; ConfigError, before anything is written, when the disk cannot take it."""
@@ -61,6 +62,7 @@ class CheckpointStore:
         os.rename(temporary, final)
         _sync(self.root)
         self._point("latest", final.name)
+        self.committed += 1
         if replaced.exists():
             shutil.rmtree(replaced)
         self._prune()
@@ -100,6 +102,7 @@ class CheckpointStore:
                     f"{link} is a directory where a link to a step_<n> beside it belongs (a copy that follows links makes one): "
                     f"remove it; the newest step_<n> is used then, or point it there with ln -s"
                 )
+        link = self.root / "latest"
         if (link / STATE).is_file():
             return link.resolve()
         complete = [path for _, path in self._steps() if (path / STATE).is_file()]
@@ -124,7 +127,7 @@ class CheckpointStore:
             raise ConfigError(f"{checkpoint} is not a checkpoint: it has no {STATE}")
         try:
             state: dict[str, Any] = json.loads(file.read_text())
-        except json.JSONDecodeError as error:
+        except (ValueError, OSError) as error:  # not JSON, not text, not readable
             raise ConfigError(f"{file} is damaged ({error}): use another checkpoint") from error
         return state
 
@@ -133,7 +136,10 @@ class CheckpointStore:
 
     def _best(self) -> dict[str, Any] | None:
         record = self.root / "best.json"
-        return json.loads(record.read_text()) if record.exists() else None
+        try:
+            return json.loads(record.read_text()) if record.exists() else None
+        except ValueError:  # a damaged record of the best is a record of none
+            return None
 
     def _point(self, name: str, target: str) -> None:
         temporary = self.root / f".{name}.tmp"
@@ -199,10 +205,9 @@ def damage(checkpoint: Path) -> str:
     if not (checkpoint / MANIFEST).is_file():
         return ""
     try:
-        announced = json.loads((checkpoint / MANIFEST).read_text())
-    except json.JSONDecodeError as error:
+        announced, found = json.loads((checkpoint / MANIFEST).read_text()), _contents(checkpoint)
+    except (ValueError, OSError) as error:
         return f"{MANIFEST}: {error}"
-    found = _contents(checkpoint)
     wrong = [name for name, entry in announced.items() if found.get(name) != entry]
     return f"{', '.join(wrong[:4])}: missing or not as written" if wrong else ""
 

@@ -92,6 +92,11 @@ def _single_token(layout: Layout, student: Tensor, teacher: Tensor | None, spec:
     return policy_loss(student, layout.old_logprob, advantage, spec.clip_ratio)
 
 
+def _known_ids(top_ids: Tensor, rows: int) -> Tensor:
+    """Top ids with -1 for tokens that the target's head of `rows` does not have: a teacher's embedding may be padded further."""
+    return torch.where(top_ids < rows, top_ids, -1)
+
+
 def _top_k_loss(spec: LossSpec) -> RowLoss:
     """[m, 2]: the loss and the student's mass, from draft logits, top ids and top log-probs."""
     return lambda logits, ids, logprobs: torch.stack(topk_forward_kl(logits, ids, logprobs, spec.log_prob_min_clamp), dim=1)
@@ -111,7 +116,9 @@ class FrozenHead:
         refused_value, mass = SINGLE_TOKEN[spec.rejected_loss], hidden.new_zeros(0)
         if spec.response_loss in FULL_VOCABULARY or spec.response_loss == TOP_K_LOSS:
             if spec.response_loss == TOP_K_LOSS:
-                values, mass = row_loss(hidden[row_r], head, _top_k_loss(spec), chunk, layout.top_ids, layout.top_logprobs).unbind(1)
+                values, mass = row_loss(
+                    hidden[row_r], head, _top_k_loss(spec), chunk, _known_ids(layout.top_ids, len(head)), layout.top_logprobs
+                ).unbind(1)
             else:
                 values = self.divergence(hidden[row_r], target_hidden[_target_rows(layout)], spec.response_loss)
             used, index = torch.unique(row_j, return_inverse=True)
@@ -164,7 +171,8 @@ class TrainableHead:
         if spec.response_loss in FULL_VOCABULARY:
             values = self.divergence(hidden[row_r], target_hidden[_target_rows(layout)], spec.response_loss)
         elif spec.response_loss == TOP_K_LOSS:
-            ids = layout.top_ids if self._ids is None else self._ids[layout.top_ids]
+            known = _known_ids(layout.top_ids, len(self._target_head))
+            ids = known if self._ids is None else torch.where(known >= 0, self._ids[known.clamp(min=0)], -1)
             values, mass = own_row_loss(hidden[row_r], self._weight, _top_k_loss(spec), self._chunk, ids, layout.top_logprobs).unbind(1)
         else:
             student_r = own_logprobs(hidden[row_r], self._weight, self._draft_ids(response.token), self._chunk)

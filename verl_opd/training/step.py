@@ -216,7 +216,7 @@ class DraftTrainer:
 
     def _zero_loss(self) -> Tensor:
         """Zero attached to every parameter, through the same collectives as a real micro-batch."""
-        plan = BlockPlan(self._block_size, (), (), (), (), (), (), (), (), (), ())
+        plan = BlockPlan(self._block_size, (), (), (), (), (), (), (), ())
         layout = build_layout([TrainItem("empty", (0,), (0,), plan)], self.device)
         borrowed = self.target.lm_head_weight
         no_context = borrowed.new_zeros(1, 0, len(self.family.layer_ids(self.draft_config)) * borrowed.shape[1])

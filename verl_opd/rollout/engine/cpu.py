@@ -83,8 +83,10 @@ def mend_sampling() -> bool:
     from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
 
     def works() -> bool:
-        given, ends = torch.tensor([0.25, 0.5]), torch.tensor([1, 3], dtype=torch.int32)
-        return bool((expand_batch_to_tokens(given, ends, 3) == torch.tensor([0.25, 0.5, 0.5])).all())
+        given = torch.rand(5)  # new values, and many: memory that was freed must not look like an answer
+        counts = torch.randint(1, 9, (5,))
+        ends = counts.cumsum(0).to(torch.int32)
+        return torch.equal(expand_batch_to_tokens(given, ends, int(ends[-1])), given.repeat_interleave(counts))
 
     if works():
         return False
