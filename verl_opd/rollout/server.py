@@ -449,7 +449,12 @@ class RolloutEngine:
     # -- phases and weights ----------------------------------------------------------------------------------------------------------
 
     async def sleep(self, level: int) -> None:
-        """Stop scheduling, end what still runs (HTTP too) and release memory (level 1: host copy kept; 0: nothing, all a CPU can). Idempotent."""
+        """Stop scheduling, end what still runs (HTTP too) and release memory (level 1: host copy kept; 0: nothing, all a CPU can). Idempotent.
+        RolloutError for level 2."""
+        if level > 1:
+            raise RolloutError(
+                f"sleep level {level} drops the frozen target, and nobody streams it again: use level 1, which keeps a copy on the host"
+            )
         if self._asleep:
             return
         self._asleep = True
