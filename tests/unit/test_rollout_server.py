@@ -12,7 +12,8 @@ import pytest
 
 from verl_opd.devices import DEVICES
 from verl_opd.errors import RolloutError
-from verl_opd.rollout.server import EXTENSION, EngineSettings, KeyRequired, TraceCheck, engine_arguments, engine_environment
+from verl_opd.rollout.http import KeyRequired
+from verl_opd.rollout.server import EXTENSION, EngineSettings, TraceCheck, engine_arguments, engine_environment
 
 GOOD = [(1, [11, 99], [-2.0])]
 RESPONSE = (10, 11, 12)

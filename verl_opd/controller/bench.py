@@ -19,8 +19,9 @@ from verl_opd.config.load import to_yaml
 from verl_opd.config.schema import Config
 from verl_opd.controller.console import Console
 from verl_opd.controller.fleet import Fleet
+from verl_opd.controller.plan import Plan, prepare
 from verl_opd.controller.progress import SnapshotWriter
-from verl_opd.controller.run import Plan, prepare, running
+from verl_opd.controller.run import running
 from verl_opd.controller.rundir import RunDir, write_atomic
 from verl_opd.controller.trainers import Trainers
 from verl_opd.controller.validate import GREEDY

@@ -134,7 +134,7 @@ def _disk(cfg: Config) -> Iterator[Finding]:
 
 def _configuration(cfg: Config) -> Iterator[Finding]:
     from verl_opd.config.validate import validate
-    from verl_opd.controller.run import prepare
+    from verl_opd.controller.plan import prepare
 
     validate(cfg)
     plan = prepare(cfg)

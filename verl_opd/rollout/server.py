@@ -19,12 +19,12 @@ from verl_opd.drafts.snapshot import DraftSnapshot
 from verl_opd.errors import RolloutError
 from verl_opd.opd.trace import VerifyTrace, check_trace, to_extra_fields, trace_from_events
 from verl_opd.process import own_processes, redirect_output
+from verl_opd.rollout.http import MAX_CONNECTIONS, KeyRequired
+from verl_opd.rollout.watchdog import TokenProgress
 from verl_opd.targets.layers import vllm_aux_layer_id
 
 _BROKEN_SHARE = 0.05
 _STOP_SECONDS = 30.0  # an engine takes about 10 to end by itself; killed earlier, it leaves shared memory behind
-_MAX_BODY = 8 << 20  # bytes of one HTTP request
-_MAX_CONNECTIONS = 1024  # HTTP requests in flight, of one engine
 KEY_VARIABLE = "VERL_OPD_API_KEY"
 EXTENSION = "verl_opd.rollout.engine.extension.OpdWorkerExtension"
 
@@ -168,66 +168,6 @@ class TraceCheck:
         return {"responses": self.responses, "broken_traces": self.broken, "last_broken_trace": self.last_broken}
 
 
-class KeyRequired:
-    """ASGI wrapper: every path but /health and /metrics needs `Authorization: Bearer <key>`, and no body may be longer than `max_body` bytes. vLLM's
-    own check leaves /invocations open."""
-
-    _OPEN = ("/health", "/metrics")
-
-    def __init__(self, app: Any, key: str, max_body: int = _MAX_BODY) -> None:
-        self._app, self._max_body = app, max_body
-        self._expected = f"Bearer {key}".encode()
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        headers = dict(scope.get("headers", ()))
-        given = headers.get(b"authorization", b"")
-        if scope["type"] == "lifespan":
-            await self._app(scope, receive, send)
-        elif scope["path"] not in self._OPEN and not secrets.compare_digest(given, self._expected):
-            if scope["type"] == "websocket":
-                await send({"type": "websocket.close", "code": 1008})
-            else:
-                await _refuse(send, 401, "a valid API key is required", "Unauthorized")
-        elif int(headers.get(b"content-length", b"0") or 0) > self._max_body:
-            await _refuse(send, 413, f"a request body may have {self._max_body} bytes", "RequestEntityTooLarge")
-        else:
-            await self._app(scope, self._bounded(receive), send)
-
-    def _bounded(self, receive: Any) -> Any:
-        """`receive` that ends a body without an announced length where it becomes too long, as if the client had gone away."""
-        seen = 0
-
-        async def counted() -> Any:
-            nonlocal seen
-            message = await receive()
-            seen += len(message.get("body", b""))
-            return {"type": "http.disconnect"} if seen > self._max_body else message
-
-        return counted
-
-
-async def _refuse(send: Any, status: int, message: str, kind: str) -> None:
-    body = json.dumps({"error": {"message": message, "type": kind, "code": status}}).encode()
-    await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json")]})
-    await send({"type": "http.response.body", "body": body})
-
-
-class TokenProgress:
-    """When the engine last computed a token for anybody: of a response, or of a prompt, whose chunks show in how full the KV cache is."""
-
-    def __init__(self) -> None:
-        self._last = time.monotonic()
-        self.cache_usage = 0.0
-
-    def moved(self) -> None:
-        self._last = time.monotonic()
-
-    @property
-    def idle(self) -> float:
-        """Seconds since then."""
-        return time.monotonic() - self._last
-
-
 def token_counter(progress: TokenProgress) -> Any:
     """A factory of vLLM stat loggers (StatLoggerBase) that tell `progress` about every engine step with tokens in it."""
     from vllm.v1.metrics.loggers import StatLoggerBase
@@ -326,7 +266,7 @@ class RolloutEngine:
             lifespan="off",
             access_log=False,
             timeout_graceful_shutdown=5,
-            limit_concurrency=_MAX_CONNECTIONS,
+            limit_concurrency=MAX_CONNECTIONS,
         )
         self._http = uvicorn.Server(config)
         self._http.install_signal_handlers = lambda: None  # type: ignore[attr-defined]

@@ -1,0 +1,153 @@
+"""A run that has passed every check which needs no process: what it will train, on what, with what."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from verl_opd.config.schema import Config
+from verl_opd.config.teacher import teacher_models
+from verl_opd.controller.updates import Reward
+from verl_opd.data.prompts import DataReport, Prompt, load_prompts
+from verl_opd.devices import Device, resolve_device
+from verl_opd.drafts import get_family
+from verl_opd.drafts.base import Vocabulary
+from verl_opd.drafts.files import local_directory
+from verl_opd.drafts.snapshot import checksum
+from verl_opd.errors import ConfigError
+from verl_opd.targets.hf import check_target_supported
+from verl_opd.targets.tokens import check_mask_token, check_same_vocabulary
+
+_ORIGIN = "verl_opd"  # key of an exported config.json: what the draft was trained with that its weights do not show
+
+
+@dataclass
+class Plan:
+    """A run that has passed every check which needs no process: models, data, device."""
+
+    cfg: Config
+    device: Device
+    draft_config: dict[str, Any]
+    train: list[Prompt]
+    train_report: DataReport
+    benchmarks: dict[str, list[Prompt]]
+    vocabulary: Vocabulary | None
+    decode: Callable[[Sequence[int]], str]
+    reward: Reward | None
+    teachers: dict[str, str]  # servers to start, name -> model; empty = the trainer's own copy of the target scores
+    notes: list[str]  # what stops nothing and should be known
+
+    @property
+    def token_map(self) -> str | None:
+        if self.vocabulary is None:
+            return None
+        return checksum({"d2t": self.vocabulary.token_ids - torch.arange(len(self.vocabulary.token_ids))})
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What must be equal for a run directory or a checkpoint to be continued."""
+        config = {name: value for name, value in self.draft_config.items() if name != _ORIGIN}
+        digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
+        return {
+            "target": self.cfg.target.path,
+            "family": self.cfg.draft.family,
+            "draft_config": digest,
+            "vocab_size": self.draft_config["vocab_size"],
+            "num_speculative_tokens": self.cfg.rollout.num_speculative_tokens,
+            "template": self.cfg.data.apply_chat_template_kwargs,
+        }
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """What a diagnosis shows: how the draft sees its target, as configured."""
+        family, config = get_family(self.cfg.draft.family), self.draft_config
+        return {
+            "family": family.name,
+            "target_layer_ids": family.layer_ids(config),
+            "mask_token_id": family.mask_token_id(config),
+            "block_size": family.block_size(config, self.cfg.rollout.num_speculative_tokens),
+            "num_speculative_tokens": self.cfg.rollout.num_speculative_tokens,
+            "convention": self.cfg.opd.convention,
+            "LM head": "the draft's own" if family.has_own_head else "the target's",
+            "template": self.cfg.data.apply_chat_template_kwargs or "defaults",
+        }
+
+
+def prepare(cfg: Config) -> Plan:
+    """Load tokenizer, data and configs; ConfigError for whatever cannot work. Starts nothing."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    device = resolve_device(cfg.trainer.device)
+    trust = cfg.target.trust_remote_code
+    try:
+        target_config = AutoConfig.from_pretrained(cfg.target.path, trust_remote_code=trust)
+        tokenizer = AutoTokenizer.from_pretrained(cfg.target.path, trust_remote_code=trust)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"target.path={cfg.target.path} cannot be read: {error}") from error
+    check_target_supported(target_config)
+
+    family, tokens = get_family(cfg.draft.family), cfg.rollout.num_speculative_tokens
+    if family.v2_runner and device.name == "cpu":
+        raise ConfigError(
+            f"draft.family={family.name} is drafted with by vLLM's V2 model runner only, which does not run on a CPU: use an accelerator, or dflash or eagle3"
+        )
+    if cfg.draft.path is not None:
+        cfg.draft.path = local_directory(cfg.draft.path)
+        draft_config = family.load_config(cfg.draft.path, target_config)
+    else:
+        draft_config = family.derive_config(target_config, cfg.draft, tokens)
+    family.check(draft_config, target_config, tokens, cfg.draft.allow_block_size_mismatch)
+    trained_with, now = draft_config.get(_ORIGIN, {}), {"apply_chat_template_kwargs": dict(cfg.data.apply_chat_template_kwargs)}
+    notes = [] if not trained_with or trained_with == now else [f"this draft was trained with {trained_with}, this run uses {now}"]
+    draft_config = {**draft_config, _ORIGIN: now}
+    mask = family.mask_token_id(draft_config)
+    if cfg.draft.path is None and mask is not None:
+        eos = target_config.eos_token_id
+        eos_ids = eos if isinstance(eos, list) else [eos]
+        check_mask_token(mask, tokenizer, target_config.vocab_size, [i for i in eos_ids if i is not None])
+
+    data = cfg.data
+    load = partial(
+        load_prompts,
+        tokenizer=tokenizer,
+        prompt_key=data.prompt_key,
+        max_prompt_length=data.max_prompt_length,
+        template_kwargs=data.apply_chat_template_kwargs,
+    )
+    teachers = teacher_models(cfg)
+    for name, model in teachers.items():
+        check_same_vocabulary(f"teacher.models.{name}", model, tokenizer, target_config.vocab_size, trust)
+    train, report = load(data.train_files, max_samples=data.max_samples, teacher_key=cfg.teacher.key, teachers=teachers)
+    benchmarks = {name: load([path], max_samples=data.val_max_samples)[0] for name, path in data.val_files.items()}
+    vocabulary = family.vocabulary(draft_config, cfg.draft.path)
+    reward = None if cfg.opd.reward is None else load_reward(cfg.opd.reward)
+    return Plan(
+        cfg,
+        device,
+        draft_config,
+        train,
+        report,
+        benchmarks,
+        vocabulary,
+        lambda ids: str(tokenizer.decode(list(ids))),
+        reward,
+        teachers,
+        notes,
+    )
+
+
+def load_reward(name: str) -> Reward:
+    """The function that opd.reward names as "module:function"; ConfigError when there is none."""
+    module, _, function = name.partition(":")
+    try:
+        found: Reward = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"opd.reward={name} is not an importable module:function ({error})") from error
+    return found
