@@ -79,6 +79,7 @@ def test_a_phase_that_trains_again_is_measured_again(warmup_done: int, opd_done:
         _validate_stage=validate,
         _save=lambda required: None,
         _snapshot=None,
+        _stop_if_asked=lambda: None,
     )
     Loop.run(loop)  # type: ignore[arg-type]
     assert measured == expected

@@ -78,6 +78,7 @@ class Loop:
     def run(self) -> None:
         """Train to the end. Stopped, after a checkpoint, when `stopping` says so between two steps."""
         self.fleet.snapshot = self._snapshot
+        self._stop_if_asked()
         with self.clock.part("update_weights"):
             self.fleet.sleep()
             self._sync()

@@ -108,10 +108,12 @@ def total_steps(cfg: Config, loader: PromptLoader) -> int:
 
 @contextmanager
 def running(
-    plan: Plan, run: RunDir, console: Console, checkpoint: Path | None, restarts: Restarts | None = None
+    plan: Plan, run: RunDir, console: Console, checkpoint: Path | None, restarts: Restarts | None = None, stop: StopSignal | None = None
 ) -> Iterator[tuple[Placement, Trainers, Fleet]]:
     """Trainers and engines of a run, started; stopped on the way out whatever happens. WorkerDied instead of another error when one of them is gone."""
     placement = place(plan.cfg, plan.device, len(plan.teachers) * plan.cfg.teacher.replicas)
+    if stop is not None:
+        stop.arm()  # ray.init has taken the signals
     fleet: Fleet | None = None
     trainers: Trainers | None = None
     try:
@@ -218,8 +220,7 @@ def _train_from(
     loader, progress = _position(plan, store, checkpoint)
     steps = total_steps(cfg, loader)
     console.say(_headline(plan, run, steps, checkpoint))
-    with running(plan, run, console, checkpoint, restarts) as (placement, trainers, fleet):
-        stop.arm()
+    with running(plan, run, console, checkpoint, restarts, stop) as (placement, trainers, fleet):
         snapshots = SnapshotWriter(run.root, placement.on_this_node, 2 * trainers.draft_parameters)
         loop = Loop(
             cfg,
