@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+_SHARED = Path("/dev/shm")
+
 
 def redirect_output(log_path: str) -> None:
     """Send stdout and stderr of this process, and of children it starts later, to `log_path` (appended)."""
@@ -28,16 +30,21 @@ def log_tail(log_path: Path, lines: int = 15) -> str:
 
 
 def own_processes() -> dict[str, Any]:
-    """{"processes": [(pid, start)]} of this process and all below it, so that they can be ended by `end_own` later and nobody else."""
+    """{"processes": [(pid, start)], "shared_memory": [name]} of this process and all below it, so that they can be ended, and what they share in
+    /dev/shm removed, by `end_own` later: they, and nobody else."""
     import psutil
 
     me = psutil.Process()
     family = [me.pid, *(child.pid for child in me.children(recursive=True))]
-    return {"processes": [(pid, start) for pid in family if (start := _start(pid)) is not None]}
+    return {
+        "processes": [(pid, start) for pid in family if (start := _start(pid)) is not None],
+        "shared_memory": sorted({name for pid in family for name in _segments(pid)}),
+    }
 
 
-def end_own(processes: list[tuple[int, int]]) -> list[int]:
-    """SIGKILL those of `processes` (from `own_processes`, on this machine) that still live; a process id that was given to another is left alone."""
+def end_own(processes: list[tuple[int, int]], shared_memory: list[str]) -> list[int]:
+    """SIGKILL those of `processes` (from `own_processes`, on this machine) that still live, then remove the segments they leave, as a killed engine
+    cannot. A process id that was given to another is left alone."""
     ended = []
     for pid, start in processes:
         if _start(pid) == start:
@@ -46,7 +53,19 @@ def end_own(processes: list[tuple[int, int]]) -> list[int]:
             except ProcessLookupError:
                 continue
             ended.append(pid)
+    for name in shared_memory:
+        (_SHARED / name).unlink(missing_ok=True)
     return ended
+
+
+def _segments(pid: int) -> set[str]:
+    """Names below /dev/shm of the Python shared memory (psm_*) that a process maps; engines talk to their workers through it."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return set()
+    paths = (Path(line.split(maxsplit=5)[5]) for line in lines if f"{_SHARED}/psm_" in line)
+    return {path.name for path in paths if path.exists()}
 
 
 def _start(pid: int) -> int | None:

@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+from multiprocessing import shared_memory
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,13 +87,37 @@ def test_only_processes_of_the_report_are_ended():
     try:
         report = own_processes()["processes"]
         (mine,) = [entry for entry in report if entry[0] == ours.pid]
-        assert end_own([mine, (other.pid, 1), (2**22 + 5, 1)]) == [ours.pid], "another start is another process"
+        assert end_own([mine, (other.pid, 1), (2**22 + 5, 1)], []) == [ours.pid], "another start is another process"
         assert ours.wait(10) == -signal.SIGKILL
         assert other.poll() is None
     finally:
         for process in (ours, other):
             process.kill()
             process.wait()
+
+
+def test_shared_memory_of_a_killed_process_is_removed_and_that_of_others_is_not():
+    name = f"psm_test{os.getpid()}"  # as multiprocessing names it, without the tracker that would clean up, and that a SIGKILL takes along
+    code = f"import mmap, time; f = open('/dev/shm/{name}', 'w+b'); f.truncate(64); m = mmap.mmap(f.fileno(), 64); print('up', flush=True); time.sleep(60)"
+    foreign = shared_memory.SharedMemory(create=True, size=64)
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        child.stdout.readline()
+        report = own_processes()
+        assert name in report["shared_memory"]
+        mine = [entry for entry in report["processes"] if entry[0] == child.pid]
+        child.kill()
+        child.wait()
+        assert (Path("/dev/shm") / name).exists()
+        end_own(mine, [name])
+        assert not (Path("/dev/shm") / name).exists()
+        assert (Path("/dev/shm") / foreign.name).exists()
+        end_own(mine, [name])  # once more is no error
+    finally:
+        child.kill()
+        child.wait()
+        foreign.close()
+        foreign.unlink()
 
 
 def engine(stall_timeout: float) -> RolloutEngine:
