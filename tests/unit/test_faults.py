@@ -145,6 +145,26 @@ def test_a_hanging_engine_is_noticed_by_its_tokens_and_a_slow_one_is_not():
     asyncio.run(scenario())
 
 
+def test_a_call_into_a_dead_or_hanging_core_ends():
+    """A core that is killed between a response and the collection of its trace never answers, and says so nowhere else."""
+
+    async def scenario() -> None:
+        dead = engine(60)
+        dead._engine = SimpleNamespace(errored=False, collective_rpc=lambda method, args: asyncio.sleep(30))
+        call = asyncio.ensure_future(dead._rpc("opd_pop_traces", ["a"]))
+        await asyncio.sleep(0.05)
+        dead._engine.errored = True
+        with pytest.raises(RolloutError, match="opd_pop_traces: the engine core died"):
+            await call
+        hanging = engine(0.1)
+        hanging._engine = SimpleNamespace(errored=False, collective_rpc=lambda method, args: asyncio.sleep(30))
+        with pytest.raises(RolloutError, match=r"no answer to opd_stats in rollout.stall_timeout=0.1 s"):
+            await hanging._rpc("opd_stats")
+        assert "no answer to opd_stats" in await hanging.ailment()
+
+    asyncio.run(scenario())
+
+
 def test_the_first_request_after_a_pause_is_given_its_time():
     async def scenario() -> None:
         live = engine(0.3)

@@ -398,17 +398,17 @@ class RolloutEngine:
         if self._asleep:
             return
         self._asleep = True
-        await self._engine.sleep(level)
+        await self._answered(self._engine.sleep(level), "sleep")
 
     async def wake(self, tags: list[str]) -> None:
         """Map `weights`, then `kv_cache`, again; requests are taken once the KV cache is back. Idempotent."""
         if not self._asleep:
             return
         if self._settings.device != "cpu":
-            await self._engine.wake_up(tags)
+            await self._answered(self._engine.wake_up(tags), "wake_up")
         if "kv_cache" in tags:
             if self._settings.device == "cpu":
-                await self._engine.wake_up(["scheduling"])
+                await self._answered(self._engine.wake_up(["scheduling"]), "wake_up")
             self._asleep = False
 
     async def load_draft(self, snapshot: DraftSnapshot) -> dict[str, Any]:
@@ -421,11 +421,11 @@ class RolloutEngine:
         return report
 
     async def target_checksum(self) -> str:
-        return str((await self._rpc("opd_target_checksum"))[0])
+        return str((await self._rpc("opd_target_checksum", patient=True))[0])  # reads every weight
 
     async def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes: their draft keys and values come from older weights. HTTP requests in flight are prefilled again."""
-        if not await self._engine.reset_prefix_cache(reset_running_requests=True):
+        if not await self._answered(self._engine.reset_prefix_cache(reset_running_requests=True), "reset_prefix_cache"):
             raise RolloutError("the engine did not reset its prefix cache")
 
     async def set_drafting(self, enabled: bool) -> bool:
@@ -447,9 +447,25 @@ class RolloutEngine:
         """(base URL, API key) of the OpenAI-compatible server."""
         return self._url, self._key
 
-    async def _rpc(self, method: str, *args: Any) -> list[Any]:
-        results: list[Any] = await self._engine.collective_rpc(method, args=args)
+    async def _rpc(self, method: str, *args: Any, patient: bool = False) -> list[Any]:
+        results: list[Any] = await self._answered(self._engine.collective_rpc(method, args=args), method, patient)
         return results
+
+    async def _answered(self, work: Any, what: str, patient: bool = False) -> Any:
+        """The result of a call into the engine core, which never comes once the core is dead: RolloutError then, and, unless `patient`, after
+        stall_timeout seconds."""
+        task, started = asyncio.ensure_future(work), time.monotonic()
+        while True:
+            done, _ = await asyncio.wait({task}, timeout=1.0)
+            if done:
+                return task.result()
+            if self._engine.errored:
+                task.cancel()
+                raise RolloutError(f"{what}: the engine core died")
+            if not patient and time.monotonic() - started >= self._settings.stall_timeout:
+                task.cancel()
+                self._stalled = f"no answer to {what} in rollout.stall_timeout={self._settings.stall_timeout:g} s"
+                raise RolloutError(f"the engine hangs, {self._stalled}")
 
 
 def node_id() -> str:
