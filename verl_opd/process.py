@@ -59,12 +59,12 @@ def end_own(processes: list[tuple[int, int]], shared_memory: list[str]) -> list[
 
 
 def _segments(pid: int) -> set[str]:
-    """Names below /dev/shm of the Python shared memory (psm_*) that a process maps; engines talk to their workers through it."""
+    """Names below /dev/shm of the Python shared memory and semaphores that a process maps; engines talk to their workers through them."""
     try:
         lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return set()
-    paths = (Path(line.split(maxsplit=5)[5]) for line in lines if f"{_SHARED}/psm_" in line)
+    paths = (Path(line.split(maxsplit=5)[5]) for line in lines if any(f"{_SHARED}/{kind}" in line for kind in ("psm_", "sem.mp-")))
     return {path.name for path in paths if path.exists()}
 
 
