@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.training import LR, SPEC, ObservedTrainer, Ranks, make_items, make_trainer, save_models, totals_of
+from tests.training import LR, SPEC, ObservedTrainer, Ranks, make_items, make_trainer, totals_of
 from verl_opd.drafts.snapshot import checksum
 from verl_opd.training.export import verify_draft
 
@@ -58,23 +58,16 @@ def two_ranks(root: Path, rank: int, world: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("state")
-    save_models(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def third(root: Path, one_rank: None) -> dict[str, Tensor]:
+def third(models: Path, one_rank: None) -> dict[str, Tensor]:
     """Weights after three updates of one rank, which saved after two."""
-    trainer = trained(root, 0, 1)
-    trainer.save(str(root / "dcp_one"))
+    trainer = trained(models, 0, 1)
+    trainer.save(str(models / "dcp_one"))
     return step(trainer)
 
 
 @pytest.fixture(scope="module")
-def ranks(root: Path, third: dict[str, Tensor]) -> list[dict[str, Any]]:
-    return Ranks(root).run(two_ranks, 2)
+def ranks(models: Path, third: dict[str, Tensor]) -> list[dict[str, Any]]:
+    return Ranks(models).run(two_ranks, 2)
 
 
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -88,19 +81,19 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-5)
 
 
-def test_a_resumed_trainer_continues_bit_by_bit(root: Path, third: dict[str, Tensor], ranks: list[dict[str, Any]]) -> None:
-    resumed = other(root, 0, 1)
-    resumed.load(str(root / "dcp_one"))
+def test_a_resumed_trainer_continues_bit_by_bit(models: Path, third: dict[str, Tensor], ranks: list[dict[str, Any]]) -> None:
+    resumed = other(models, 0, 1)
+    resumed.load(str(models / "dcp_one"))
     assert_equal(step(resumed), third)
     for rank in ranks:
         assert_equal(rank["third_resumed"], rank["third"])
 
 
-def test_it_continues_on_another_number_of_ranks(root: Path, third: dict[str, Tensor], ranks: list[dict[str, Any]]) -> None:
+def test_it_continues_on_another_number_of_ranks(models: Path, third: dict[str, Tensor], ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert_close(rank["third_from_one"], third)
-    narrower = other(root, 0, 1)
-    narrower.load(str(root / "dcp_two"))
+    narrower = other(models, 0, 1)
+    narrower.load(str(models / "dcp_two"))
     assert_close(narrower.weights(), ranks[0]["weights"])
     assert_close(step(narrower), third)
 
@@ -111,27 +104,27 @@ def test_each_rank_gets_its_own_random_state_back(ranks: list[dict[str, Any]]) -
     assert not torch.equal(ranks[0]["random"], ranks[1]["random"])
 
 
-def test_saving_before_the_first_update_changes_nothing(root: Path, tmp_path: Path, one_rank: None) -> None:
-    saver = make_trainer(root)
+def test_saving_before_the_first_update_changes_nothing(models: Path, tmp_path: Path, one_rank: None) -> None:
+    saver = make_trainer(models)
     saver.save(str(tmp_path / "dcp"))
-    resumed = other(root, 0, 1)
+    resumed = other(models, 0, 1)
     resumed.load(str(tmp_path / "dcp"))
-    expected = step(make_trainer(root))
+    expected = step(make_trainer(models))
     assert_equal(step(saver), expected)
     assert_equal(step(resumed), expected)
 
 
-def test_a_snapshot_is_the_draft_in_bf16_with_its_checksum(root: Path, ranks: list[dict[str, Any]]) -> None:
+def test_a_snapshot_is_the_draft_in_bf16_with_its_checksum(models: Path, ranks: list[dict[str, Any]]) -> None:
     snapshot = ranks[0]["snapshot"]
     assert ranks[1]["snapshot"] is None
-    assert (snapshot.version, snapshot.path) == (7, str(root / "snapshot.safetensors"))
+    assert (snapshot.version, snapshot.path) == (7, str(models / "snapshot.safetensors"))
     tensors = load_file(snapshot.path)
     assert_equal(tensors, {name: weight.to(torch.bfloat16) for name, weight in ranks[0]["weights"].items()})
     assert checksum(tensors) == snapshot.checksum
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == snapshot.shapes
-    assert [path.name for path in root.glob("snapshot*")] == ["snapshot.safetensors"]
+    assert [path.name for path in models.glob("snapshot*")] == ["snapshot.safetensors"]
 
 
-def test_an_export_holds_the_snapshot(root: Path, ranks: list[dict[str, Any]]) -> None:
-    verify_draft(root / "export", "dflash", "the export")
-    assert checksum(load_file(root / "export" / "model.safetensors")) == ranks[0]["snapshot"].checksum
+def test_an_export_holds_the_snapshot(models: Path, ranks: list[dict[str, Any]]) -> None:
+    verify_draft(models / "export", "dflash", "the export")
+    assert checksum(load_file(models / "export" / "model.safetensors")) == ranks[0]["snapshot"].checksum

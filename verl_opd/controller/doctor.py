@@ -67,10 +67,8 @@ def _packages(cfg: Config) -> Iterator[Finding]:
 def _device(cfg: Config) -> Iterator[Finding]:
     device = resolve_device(cfg.trainer.device)
     teachers = len(teacher_models(cfg)) * cfg.teacher.replicas
-    wanted, whom = (
-        cfg.trainer.n_student_workers + teachers,
-        f"{cfg.trainer.n_student_workers} student worker(s) and {teachers} teacher server(s)",
-    )
+    wanted = cfg.trainer.n_student_workers + teachers
+    whom = f"{cfg.trainer.n_student_workers} student worker(s) and {teachers} teacher server(s)"
     if device.name == "cpu":
         cores = len(available_cores())
         enough = cores >= wanted

@@ -262,12 +262,11 @@ class Loop:
 
     def _keep_finite(self, samples: list[RolloutSample]) -> list[RolloutSample]:
         """`samples` without those that carry a log-prob that is no number; RolloutError when that is more than a twentieth of them, and of one."""
-        kept = [sample for sample in samples if is_finite(sample)]
-        dropped = len(samples) - len(kept)
+        bad = {sample.sample_id for sample in samples if not is_finite(sample)}
+        kept, dropped = [sample for sample in samples if sample.sample_id not in bad], len(bad)
         self.dropped += dropped
         if dropped > 1 + _UNUSABLE_SHARE * len(samples) or not kept:
-            names = [sample.sample_id for sample in samples if not is_finite(sample)]
-            raise RolloutError(f"{dropped} of {len(samples)} samples carry log-probs that are not numbers: {', '.join(names[:8])}")
+            raise RolloutError(f"{dropped} of {len(samples)} samples carry log-probs that are not numbers: {', '.join(sorted(bad)[:8])}")
         if dropped:
             self.console.say(f"dropped {dropped} of {len(samples)} samples: log-probs that are not numbers")
         return kept

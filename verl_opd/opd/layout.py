@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl_opd.opd.plan import TrainItem, judged
+from verl_opd.opd.plan import TrainItem
+from verl_opd.opd.plan import judged as judged_of
 from verl_opd.opd.trace import TeacherScores
 
 
@@ -76,10 +77,11 @@ class Layout:
         return int(self.anchors.max())
 
 
-def build_layout(items: Sequence[TrainItem], device: torch.device | str = "cpu", drafted: bool = True) -> Layout:
+def build_layout(items: Sequence[TrainItem], device: torch.device | str = "cpu", drafted: bool = True, judged: bool = True) -> Layout:
     """Pad `items` (same block size, at least one) into tensors on `device`. ValueError for a plan that does not fit its sample.
 
-    drafted False leaves the drafted stream empty: only the replay check looks at it, and it is the longest.
+    drafted False leaves the drafted stream empty: only the replay check looks at it, and it is the longest. judged False likewise: only a confidence head
+    does.
     """
     sizes = {item.plan.block_size for item in items}
     if len(sizes) != 1:
@@ -108,7 +110,7 @@ def build_layout(items: Sequence[TrainItem], device: torch.device | str = "cpu",
         response=_response_stream(items, scores.logprobs, device),
         refused=_refused_stream(items, device),
         drafted=_drafted_stream(items if drafted else (), device),
-        judged=_judged_stream(items, device),
+        judged=_judged_stream(items if judged else (), device),
         old_logprob=torch.tensor(_old_logprobs(items), dtype=torch.float32, device=device),
         reward=torch.tensor([item.reward for item in items for _ in item.plan.response_label], dtype=torch.float32, device=device),
         top_ids=torch.from_numpy(scores.top_ids.astype(np.int64)).to(device),
@@ -217,7 +219,7 @@ def _judged_stream(items: Sequence[TrainItem], device: torch.device | str) -> St
         [
             (index, _slot(item, block, offset), int(accepted), offset)
             for index, item in enumerate(items)
-            for block, offset, accepted in judged(item.plan)
+            for block, offset, accepted in judged_of(item.plan)
         ],
         device,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -90,10 +89,10 @@ class RolloutSample:
 
 def is_finite(sample: RolloutSample) -> bool:
     """Whether every log-prob of `sample` is a number; minus infinity, an impossible token, is one."""
-    values = [value for step in sample.trace.steps for value in step.refused_logprobs]
+    parts = [np.array([value for step in sample.trace.steps for value in step.refused_logprobs])]
     if sample.teacher is not None:
-        values += [*sample.teacher.logprobs.tolist(), *sample.teacher.top_logprobs.ravel().tolist()]
-    return not any(math.isnan(value) or value == math.inf for value in values)
+        parts += [sample.teacher.logprobs, sample.teacher.top_logprobs]
+    return all(bool((part < np.inf).all()) for part in parts)  # a NaN is not below anything
 
 
 # What the engine records of one decode step: (accepted, drafted token ids, target log-probs of the refused ones); (0, [], []) = draft-free.

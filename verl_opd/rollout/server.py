@@ -9,7 +9,7 @@ import secrets
 import socket
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -24,7 +24,8 @@ from verl_opd.rollout.watchdog import TokenProgress
 from verl_opd.targets.layers import vllm_aux_layer_id
 
 _BROKEN_SHARE = 0.05
-_STOP_SECONDS = 30.0  # an engine takes about 10 to end by itself; killed earlier, it leaves shared memory behind
+_LOOK_SECONDS = 1.0  # how often a call that has not returned is looked after
+STOP_SECONDS = 30.0  # an engine takes about 10 to end by itself; killed earlier, it leaves shared memory behind
 KEY_VARIABLE = "VERL_OPD_API_KEY"
 EXTENSION = "verl_opd.rollout.engine.extension.OpdWorkerExtension"
 
@@ -82,6 +83,9 @@ class EngineHost(Protocol):
 
     @property
     def v2_runner(self) -> bool: ...
+
+    @property
+    def log_path(self) -> str | None: ...
 
 
 def engine_environment(settings: EngineHost) -> dict[str, str | None]:
@@ -174,7 +178,7 @@ def token_counter(progress: TokenProgress) -> Any:
 
     class Counter(StatLoggerBase):
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-            pass
+            """As vLLM calls it; `progress` is all this counter needs."""
 
         def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
             usage = getattr(scheduler_stats, "kv_cache_usage", progress.cache_usage)
@@ -184,9 +188,37 @@ def token_counter(progress: TokenProgress) -> Any:
             progress.cache_usage = usage
 
         def log_engine_initialized(self) -> None:
-            pass
+            """Nothing to tell: the probe reports the start."""
 
     return Counter
+
+
+def start_async_llm(settings: EngineHost, arguments: dict[str, Any], what: str, progress: TokenProgress | None = None) -> Any:
+    """vLLM's AsyncLLM, in the environment that `settings` ask for; its tokens told to `progress`. RolloutError says that `what` did not start, and where its
+    log is."""
+    set_engine_environment(settings)
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    loggers = None if progress is None else [token_counter(progress)]
+    try:
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=loggers)
+    except Exception as error:
+        raise RolloutError(f"{what} did not start ({type(error).__name__}: {error}); log: {settings.log_path}") from error
+
+
+def start_report(started: float) -> dict[str, Any]:
+    """What the controller keeps of an engine server: seconds since `started`, its node, and what to end when it is lost."""
+    node = str(ray.get_runtime_context().get_node_id()) if ray.is_initialized() else ""
+    return {"seconds": time.monotonic() - started, "node_id": node, **own_processes()}
+
+
+async def last_output(outputs: Any) -> Any:
+    """The last item of an asynchronous generator; None without any."""
+    final = None
+    async for output in outputs:
+        final = output
+    return final
 
 
 class RolloutEngine:
@@ -213,25 +245,19 @@ class RolloutEngine:
     async def start(self) -> dict[str, Any]:
         """Start engine and HTTP, attach the recorder and probe everything; the probe's facts. RolloutError names what is missing."""
         started = time.monotonic()
-        set_engine_environment(self._settings)
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
         listener = self._listen()
         try:
-            self._engine = AsyncLLM.from_engine_args(
-                AsyncEngineArgs(**engine_arguments(self._settings)), stat_loggers=[token_counter(self._progress)]
-            )
-        except Exception as error:
+            self._engine = start_async_llm(self._settings, engine_arguments(self._settings), "the engine", self._progress)
+        except BaseException:
             listener.close()
-            raise RolloutError(f"the engine did not start ({type(error).__name__}: {error}); log: {self._settings.log_path}") from error
+            raise
         try:
             await self._serve_http(listener)
             facts = await self._probe()
         except BaseException:
             await self.stop()
             raise
-        return {**facts, "url": self._url, "seconds": time.monotonic() - started, "node_id": node_id(), **own_processes()}
+        return {**facts, "url": self._url, **start_report(started)}
 
     def _listen(self) -> socket.socket:
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -301,7 +327,7 @@ class RolloutEngine:
             self._http.should_exit = True
             await self._http_task
         if self._engine is not None:
-            self._engine.shutdown(timeout=_STOP_SECONDS)
+            self._engine.shutdown(timeout=STOP_SECONDS)
 
     # -- generation ------------------------------------------------------------------------------------------------------------------
 
@@ -330,7 +356,7 @@ class RolloutEngine:
         prompt: Any = {"prompt_token_ids": list(prompt_ids)}
         self._in_flight += 1
         try:
-            final = await self._watched(self._last(self._engine.generate(prompt, parameters, request_id)), request_id)
+            final = await self._watched(last_output(self._engine.generate(prompt, parameters, request_id)), request_id)
         finally:
             self._in_flight -= 1
         if final is None:
@@ -338,26 +364,11 @@ class RolloutEngine:
         completion = final.outputs[0]
         return tuple(completion.token_ids), completion.finish_reason or "abort"
 
-    @staticmethod
-    async def _last(outputs: Any) -> Any:
-        final = None
-        async for output in outputs:
-            final = output
-        return final
-
     async def _watched(self, work: Any, request_id: str) -> Any:
         """The result of `work`; RolloutError once the engine has produced no token for anybody during stall_timeout seconds."""
-        task, limit = asyncio.ensure_future(work), self._settings.stall_timeout
         if self._in_flight == 1:  # nobody waited before, so nothing moved
             self._progress.moved()
-        while True:
-            done, _ = await asyncio.wait({task}, timeout=max(0.05, limit - self._progress.idle))
-            if done:
-                return task.result()
-            if self._progress.idle >= limit:
-                self._stalled = f"no token for anybody in rollout.stall_timeout={limit:g} s"
-                task.cancel()
-                raise RolloutError(f"request {request_id}: the engine hangs, {self._stalled}")
+        return await self._answered(work, f"request {request_id}", "no token for anybody", lambda: self._progress.idle)
 
     async def ailment(self) -> str:
         """Why this engine cannot go on: it died or hangs; empty while it can."""
@@ -398,17 +409,17 @@ class RolloutEngine:
         if self._asleep:
             return
         self._asleep = True
-        await self._answered(self._engine.sleep(level), "sleep")
+        await self._call("sleep", level)
 
     async def wake(self, tags: list[str]) -> None:
         """Map `weights`, then `kv_cache`, again; requests are taken once the KV cache is back. Idempotent."""
         if not self._asleep:
             return
         if self._settings.device != "cpu":
-            await self._answered(self._engine.wake_up(tags), "wake_up")
+            await self._call("wake_up", tags)
         if "kv_cache" in tags:
             if self._settings.device == "cpu":
-                await self._answered(self._engine.wake_up(["scheduling"]), "wake_up")
+                await self._call("wake_up", ["scheduling"])
             self._asleep = False
 
     async def load_draft(self, snapshot: DraftSnapshot) -> dict[str, Any]:
@@ -425,7 +436,7 @@ class RolloutEngine:
 
     async def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes: their draft keys and values come from older weights. HTTP requests in flight are prefilled again."""
-        if not await self._answered(self._engine.reset_prefix_cache(reset_running_requests=True), "reset_prefix_cache"):
+        if not await self._call("reset_prefix_cache", reset_running_requests=True):
             raise RolloutError("the engine did not reset its prefix cache")
 
     async def set_drafting(self, enabled: bool) -> bool:
@@ -448,28 +459,30 @@ class RolloutEngine:
         return self._url, self._key
 
     async def _rpc(self, method: str, *args: Any, patient: bool = False) -> list[Any]:
-        results: list[Any] = await self._answered(self._engine.collective_rpc(method, args=args), method, patient)
+        results: list[Any] = await self._call("collective_rpc", method, args=args, patient=patient, what=method)
         return results
 
-    async def _answered(self, work: Any, what: str, patient: bool = False) -> Any:
-        """The result of a call into the engine core, which never comes once the core is dead: RolloutError then, and, unless `patient`, after
-        stall_timeout seconds."""
-        task, started = asyncio.ensure_future(work), time.monotonic()
+    async def _call(self, method: str, *args: Any, patient: bool = False, what: str = "", **kwargs: Any) -> Any:
+        """A method of vLLM's engine, watched; `patient`: it may take any time. `what`: its name in messages."""
+        started, name = time.monotonic(), what or method
+        idle = None if patient else lambda: time.monotonic() - started
+        return await self._answered(getattr(self._engine, method)(*args, **kwargs), name, f"no answer to {name}", idle)
+
+    async def _answered(self, work: Any, what: str, silence: str, idle: Callable[[], float] | None) -> Any:
+        """The result of a call into the engine core, which never comes once the core is dead: RolloutError then, and when it has been `idle()`
+        for stall_timeout seconds (None: however long), which `silence` names."""
+        task, limit = asyncio.ensure_future(work), self._settings.stall_timeout
         while True:
-            done, _ = await asyncio.wait({task}, timeout=1.0)
+            done, _ = await asyncio.wait({task}, timeout=min(_LOOK_SECONDS, limit))
             if done:
                 return task.result()
             if self._engine.errored:
                 task.cancel()
                 raise RolloutError(f"{what}: the engine core died")
-            if not patient and time.monotonic() - started >= self._settings.stall_timeout:
+            if idle is not None and idle() >= limit:
                 task.cancel()
-                self._stalled = f"no answer to {what} in rollout.stall_timeout={self._settings.stall_timeout:g} s"
-                raise RolloutError(f"the engine hangs, {self._stalled}")
-
-
-def node_id() -> str:
-    return str(ray.get_runtime_context().get_node_id()) if ray.is_initialized() else ""
+                self._stalled = f"{silence} in rollout.stall_timeout={limit:g} s"
+                raise RolloutError(f"{what}: the engine hangs, {self._stalled}")
 
 
 # RolloutEngine as a Ray actor: asynchronous, so up to 1000 calls are in flight at once.

@@ -13,11 +13,9 @@ import ray
 
 from verl_opd.errors import RolloutError
 from verl_opd.opd.trace import TeacherScores
-from verl_opd.process import own_processes, redirect_output
+from verl_opd.process import redirect_output
 from verl_opd.rollout.router import Router
-from verl_opd.rollout.server import node_id, parsed_kwargs, set_engine_environment
-
-_STOP_SECONDS = 30.0
+from verl_opd.rollout.server import STOP_SECONDS, last_output, parsed_kwargs, start_async_llm, start_report
 
 
 @dataclass(frozen=True)
@@ -92,23 +90,14 @@ class TeacherEngine:
     async def start(self) -> dict[str, Any]:
         """Start the engine and let it score three tokens. RolloutError with the reason when it does not come up."""
         started = time.monotonic()
-        set_engine_environment(self._settings)
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        name = self._settings.name
-        try:
-            self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**teacher_arguments(self._settings)))
-        except Exception as error:
-            raise RolloutError(
-                f"teacher {name} ({self._settings.model_path}) did not start ({type(error).__name__}: {error}); log: {self._settings.log_path}"
-            ) from error
+        what = f"teacher {self._settings.name} ({self._settings.model_path})"
+        self._engine = start_async_llm(self._settings, teacher_arguments(self._settings), what)
         try:
             await self.score("probe", (1, 2), (3,))
         except BaseException:
             await self.stop()
             raise
-        return {"name": name, "seconds": time.monotonic() - started, "node_id": node_id(), **own_processes()}
+        return start_report(started)
 
     async def ailment(self) -> str:
         """Why this server cannot go on; empty while it can."""
@@ -130,10 +119,8 @@ class TeacherEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        final = None
         prompt: Any = {"prompt_token_ids": [*prompt_ids, *response_ids]}
-        async for output in self._engine.generate(prompt, parameters, request_id):
-            final = output
+        final = await last_output(self._engine.generate(prompt, parameters, request_id))
         if final is None or final.prompt_logprobs is None:
             raise RolloutError(f"teacher {self._settings.name}, request {request_id}: the engine returned no log-probs")
         try:
@@ -143,7 +130,7 @@ class TeacherEngine:
 
     async def stop(self) -> None:
         if self._engine is not None:
-            self._engine.shutdown(timeout=_STOP_SECONDS)
+            self._engine.shutdown(timeout=STOP_SECONDS)
 
 
 # TeacherEngine as a Ray actor.

@@ -40,6 +40,10 @@ class Head(Protocol):
         """Loss values of both streams; not for losses of whole blocks."""
         ...
 
+    def top_k(self, rows: Tensor, layout: Layout, spec: LossSpec) -> tuple[Tensor, Tensor]:
+        """forward_kl_topk of the response rows [M, h], and the draft's mass on the teacher's top tokens: [M] float32 each."""
+        ...
+
     def divergence(self, rows: Tensor, teacher_rows: Tensor, name: str) -> Tensor:
         """The full-vocabulary loss `name` [M] float32 between hidden rows [M, h] of draft and target."""
         ...
@@ -102,6 +106,16 @@ def _top_k_loss(spec: LossSpec) -> RowLoss:
     return lambda logits, ids, logprobs: torch.stack(topk_forward_kl(logits, ids, logprobs, spec.log_prob_min_clamp), dim=1)
 
 
+_DISTRIBUTIONS = {*FULL_VOCABULARY, TOP_K_LOSS}
+
+
+def _over_distributions(head: Head, rows: Tensor, layout: Layout, target_hidden: Tensor, spec: LossSpec) -> tuple[Tensor, Tensor]:
+    """Response values and student mass of a loss that compares more than the label's probability."""
+    if spec.response_loss == TOP_K_LOSS:
+        return head.top_k(rows, layout, spec)
+    return head.divergence(rows, target_hidden[_target_rows(layout)], spec.response_loss), rows.new_zeros(0)
+
+
 class FrozenHead:
     """The target's head: logits are computed once, and nothing but the hidden rows gets a gradient."""
 
@@ -113,14 +127,9 @@ class FrozenHead:
         response, refused = layout.response, layout.refused
         row_r, row_j = slot_rows(layout, response.sample, response.slot), slot_rows(layout, refused.sample, refused.slot)
         target_hidden = scoring_hidden(features, spec)
-        refused_value, mass = SINGLE_TOKEN[spec.rejected_loss], hidden.new_zeros(0)
-        if spec.response_loss in FULL_VOCABULARY or spec.response_loss == TOP_K_LOSS:
-            if spec.response_loss == TOP_K_LOSS:
-                values, mass = row_loss(
-                    hidden[row_r], head, _top_k_loss(spec), chunk, _known_ids(layout.top_ids, len(head)), layout.top_logprobs
-                ).unbind(1)
-            else:
-                values = self.divergence(hidden[row_r], target_hidden[_target_rows(layout)], spec.response_loss)
+        refused_value = SINGLE_TOKEN[spec.rejected_loss]
+        if spec.response_loss in _DISTRIBUTIONS:
+            values, mass = _over_distributions(self, hidden[row_r], layout, target_hidden, spec)
             used, index = torch.unique(row_j, return_inverse=True)
             refused_s = slot_logprobs(hidden[used], head, index, refused.token, chunk)
             return Values(values, refused_value(refused_s, refused.teacher_logprob, clamp), mass)
@@ -129,7 +138,12 @@ class FrozenHead:
         student_r, student_j = student.split((len(row_r), len(row_j)))
         teacher = None if spec.response_loss == "cross_entropy" else _teacher_logprobs(layout, target_hidden, head, chunk)
         values = _single_token(layout, student_r, teacher, spec)
-        return Values(values, refused_value(student_j, refused.teacher_logprob, clamp), mass)
+        return Values(values, refused_value(student_j, refused.teacher_logprob, clamp), hidden.new_zeros(0))
+
+    def top_k(self, rows: Tensor, layout: Layout, spec: LossSpec) -> tuple[Tensor, Tensor]:
+        ids = _known_ids(layout.top_ids, len(self._weight))
+        values, mass = row_loss(rows, self._weight, _top_k_loss(spec), self._chunk, ids, layout.top_logprobs).unbind(1)
+        return values, mass
 
     def divergence(self, rows: Tensor, teacher_rows: Tensor, name: str) -> Tensor:
         return row_loss(rows, self._weight, against_target(FULL_VOCABULARY[name], self._weight), self._chunk, teacher_rows)[:, 0]
@@ -168,18 +182,20 @@ class TrainableHead:
         target_hidden = scoring_hidden(features, spec)
         student_j = own_logprobs(hidden[row_j], self._weight, self._draft_ids(refused.token), self._chunk)
         mass = hidden.new_zeros(0)
-        if spec.response_loss in FULL_VOCABULARY:
-            values = self.divergence(hidden[row_r], target_hidden[_target_rows(layout)], spec.response_loss)
-        elif spec.response_loss == TOP_K_LOSS:
-            known = _known_ids(layout.top_ids, len(self._target_head))
-            ids = known if self._ids is None else torch.where(known >= 0, self._ids[known.clamp(min=0)], -1)
-            values, mass = own_row_loss(hidden[row_r], self._weight, _top_k_loss(spec), self._chunk, ids, layout.top_logprobs).unbind(1)
+        if spec.response_loss in _DISTRIBUTIONS:
+            values, mass = _over_distributions(self, hidden[row_r], layout, target_hidden, spec)
         else:
             student_r = own_logprobs(hidden[row_r], self._weight, self._draft_ids(response.token), self._chunk)
             wants_teacher = spec.response_loss != "cross_entropy"
             teacher = _teacher_logprobs(layout, target_hidden, self._target_head, self._chunk) if wants_teacher else None
             values = _single_token(layout, student_r, teacher, spec)
         return Values(values, SINGLE_TOKEN[spec.rejected_loss](student_j, refused.teacher_logprob, clamp), mass)
+
+    def top_k(self, rows: Tensor, layout: Layout, spec: LossSpec) -> tuple[Tensor, Tensor]:
+        known = _known_ids(layout.top_ids, len(self._target_head))
+        ids = known if self._ids is None else torch.where(known >= 0, self._ids[known.clamp(min=0)], -1)
+        values, mass = own_row_loss(rows, self._weight, _top_k_loss(spec), self._chunk, ids, layout.top_logprobs).unbind(1)
+        return values, mass
 
     def divergence(self, rows: Tensor, teacher_rows: Tensor, name: str) -> Tensor:
         teacher = self._target_head if self._vocabulary is None else self._target_head[self._vocabulary.token_ids]

@@ -65,6 +65,7 @@ class DraftTrainer:
             head = self.target.lm_head_weight
             table = self.target.embed(torch.arange(len(head), device=self.device))
             self.family.load_weights(draft, cfg.draft.path, {"embed_tokens.weight": table, "lm_head.weight": head})
+        self._judges = self.family.confidence(draft) is not None
         draft.gradient_checkpointing = cfg.training.gradient_checkpointing  # type: ignore[assignment]
         draft.to(self.device).train()
         mesh = init_device_mesh(self.device.type, (world_size,))
@@ -111,7 +112,7 @@ class DraftTrainer:
             if micro_batch is None:
                 self._zero_loss()
                 continue
-            layout = build_layout(micro_batch, self.device, drafted=False)
+            layout = build_layout(micro_batch, self.device, drafted=False, judged=False)
             _, hidden = self._forward(layout)
             rows = slot_rows(layout, layout.response.sample, layout.response.slot)
             values = self._head().logprobs(hidden[rows], layout.response.token)
@@ -132,7 +133,7 @@ class DraftTrainer:
         return features, self._replay(features.aux[:, : layout.context_len], layout).flatten(0, 1)
 
     def _loss(self, items: list[TrainItem], totals: StreamTotals, spec: LossSpec, metrics: StepMetrics, check_replay: bool) -> Tensor:
-        layout = build_layout(items, self.device, drafted=check_replay)
+        layout = build_layout(items, self.device, drafted=check_replay, judged=self._judges)
         features, hidden = self._forward(layout)
         head = self._head()
         if check_replay:
