@@ -135,9 +135,11 @@ class TeacherConfig:
 
 @dataclass
 class WarmupConfig:
-    """How warm-up steps (trainer.warmup_steps) supervise whole blocks at sampled anchors on fresh target text."""
+    """How warm-up steps (trainer.warmup_steps) supervise whole blocks at sampled anchors, on fresh target text or on given conversations."""
 
-    updates_per_step: int = 1  # optimiser steps after each warm-up rollout, drawn from all text rolled out so far
+    files: list[str] = field(default_factory=list)  # JSONL conversations to learn from; empty = text that the target writes meanwhile
+    messages_key: str = "messages"
+    updates_per_step: int = 1  # optimiser steps of a warm-up step; fresh text: drawn from all that was rolled out so far
     samples_per_update: int = 8
     anchors_per_sample: int = 16
     loss: str = "cross_entropy"  # as opd.response_loss

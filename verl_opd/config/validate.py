@@ -200,6 +200,7 @@ def _check_files(cfg: Config) -> None:
     if not cfg.data.train_files:
         raise ConfigError("data.train_files=[] is empty: name at least one JSONL file")
     named = [("data.train_files", path) for path in cfg.data.train_files]
+    named += [("warmup.files", path) for path in cfg.warmup.files]
     named += [(f"data.val_files.{name}", path) for name, path in cfg.data.val_files.items()]
     for key, path in named:
         if not Path(path).is_file():

@@ -20,7 +20,8 @@ from verl_opd.controller.trackers import Trackers
 from verl_opd.controller.trainers import Trainers
 from verl_opd.controller.updates import Reward, mini_batches, opd_loss_spec, warmup_loss_spec, with_policy_terms
 from verl_opd.controller.validate import Benchmarks
-from verl_opd.data.loader import PromptLoader
+from verl_opd.data.loader import Loader
+from verl_opd.data.prompts import Prompt
 from verl_opd.drafts import get_family
 from verl_opd.drafts.snapshot import DraftSnapshot
 from verl_opd.errors import CheckpointError, ConfigError, ReplayError, RolloutError
@@ -55,7 +56,7 @@ class Loop:
     total_steps: int
     fleet: Fleet
     trainers: Trainers
-    loader: PromptLoader
+    loader: Loader[Prompt]
     benchmarks: Benchmarks
     store: CheckpointStore
     trackers: Trackers
@@ -65,6 +66,7 @@ class Loop:
     identity: dict[str, Any]
     facts: dict[str, object]  # what a diagnosis should show: layer ids, mask token and the like, as configured
     cases: CaseLog
+    conversations: Loader[RolloutSample] | None = None  # what warm-up learns from instead of fresh target text
     reward: Reward | None = None
     proposable: frozenset[int] | None = None  # tokens of a draft vocabulary that is not the target's; labels outside it teach nothing
     diagnosis: Diagnosis = field(default_factory=Diagnosis)
@@ -102,17 +104,20 @@ class Loop:
     # -- warm-up ---------------------------------------------------------------------------------------------------------------------
 
     def _warmup(self, bar: Phase) -> None:
-        """Roll target text out without drafting where the engine can, and train whole blocks on all text so far."""
+        """Train whole blocks on given conversations, or on text that the target writes, without drafting where the engine can."""
         self.fleet.set_drafting(False)
         while self.progress.warmup_step < self.cfg.trainer.warmup_steps:
             self._stop_if_asked()
-            samples = self._rollout()
-            self.progress.pool.extend(samples)
-            metrics = [rollout_metrics(samples, self.cfg.data.max_response_length)]
+            metrics: list[StepMetrics] = []
+            if self.conversations is None:
+                samples = self._rollout()
+                self.progress.pool.extend(samples)
+                metrics.append(rollout_metrics(samples, self.cfg.data.max_response_length))
             self.fleet.sleep()
             with self.clock.part("update_actor"):
                 for index in range(self.cfg.warmup.updates_per_step):
-                    metrics.extend(self._warmup_update(index))
+                    samples = self._warmup_samples(index) if self.conversations is None else self.conversations.next_batch()
+                    metrics.extend(self._warmup_update(index, samples))
             self.progress.warmup_step += 1
             with self.clock.part("update_weights"):
                 self._sync()
@@ -120,13 +125,18 @@ class Loop:
         self.fleet.set_drafting(True)
         self.progress.pool.clear()
 
-    def _warmup_update(self, index: int) -> list[StepMetrics]:
-        warmup, seed = self.cfg.warmup, self.cfg.trainer.seed
-        update = self.progress.warmup_step * warmup.updates_per_step + index
-        pool = self.progress.pool
+    def _warmup_samples(self, index: int) -> list[RolloutSample]:
+        """What update `index` of this step learns from, drawn from all text so far."""
+        pool, warmup = self.progress.pool, self.cfg.warmup
         count = min(warmup.samples_per_update, len(pool))
-        chosen = item_rng(seed, update, "pool").choice(len(pool), size=count, replace=False)
-        samples = [pool[i] for i in sorted(chosen)]
+        chosen = item_rng(self.cfg.trainer.seed, self._warmup_index(index), "pool").choice(len(pool), size=count, replace=False)
+        return [pool[i] for i in sorted(chosen)]
+
+    def _warmup_index(self, index: int) -> int:
+        return self.progress.warmup_step * self.cfg.warmup.updates_per_step + index
+
+    def _warmup_update(self, index: int, samples: Sequence[RolloutSample]) -> list[StepMetrics]:
+        warmup, seed, update = self.cfg.warmup, self.cfg.trainer.seed, self._warmup_index(index)
         plans = [
             restrict_labels(
                 plan_warmup(
@@ -349,7 +359,8 @@ class Loop:
                 directory = self.store.begin(step, checkpoint_bytes(self.trainers.draft_parameters))
                 self.trainers.save(directory / "dcp")
                 self.trainers.export(directory / "draft")
-                state = {"progress": self.progress.state(), "data": self.loader.state(), "identity": self.identity}
+                given = None if self.conversations is None else self.conversations.state()
+                state = {"progress": self.progress.state(), "data": self.loader.state(), "conversations": given, "identity": self.identity}
                 self.store.commit(step, state)
                 self.saved = point
             if tau is not None:

@@ -15,6 +15,7 @@ import torch
 from verl_opd.config.schema import Config
 from verl_opd.config.teacher import teacher_models
 from verl_opd.controller.updates import Reward
+from verl_opd.data.conversations import ConversationReport, load_conversations
 from verl_opd.data.prompts import DataReport, Prompt, load_prompts
 from verl_opd.devices import Device, resolve_device
 from verl_opd.drafts import get_family
@@ -22,8 +23,9 @@ from verl_opd.drafts.base import Vocabulary
 from verl_opd.drafts.files import local_directory
 from verl_opd.drafts.snapshot import checksum
 from verl_opd.errors import ConfigError
+from verl_opd.opd.trace import RolloutSample
 from verl_opd.targets.hf import check_target_supported
-from verl_opd.targets.tokens import check_mask_token, check_same_vocabulary
+from verl_opd.targets.tokens import check_mask_token, check_same_vocabulary, stop_token_ids
 
 _ORIGIN = "verl_opd"  # key of an exported config.json: what the draft was trained with that its weights do not show
 
@@ -38,6 +40,8 @@ class Plan:
     train: list[Prompt]
     train_report: DataReport
     benchmarks: dict[str, list[Prompt]]
+    conversations: list[RolloutSample]  # what warm-up learns from; empty = text that the target writes
+    conversation_report: ConversationReport | None
     vocabulary: Vocabulary | None
     decode: Callable[[Sequence[int]], str]
     reward: Reward | None
@@ -107,11 +111,9 @@ def prepare(cfg: Config) -> Plan:
     trained_with, now = draft_config.get(_ORIGIN, {}), {"apply_chat_template_kwargs": dict(cfg.data.apply_chat_template_kwargs)}
     notes = [] if not trained_with or trained_with == now else [f"this draft was trained with {trained_with}, this run uses {now}"]
     draft_config = {**draft_config, _ORIGIN: now}
-    mask = family.mask_token_id(draft_config)
+    mask, stop_ids = family.mask_token_id(draft_config), stop_token_ids(cfg.target.path, target_config, tokenizer)
     if cfg.draft.path is None and mask is not None:
-        eos = target_config.eos_token_id
-        eos_ids = eos if isinstance(eos, list) else [eos]
-        check_mask_token(mask, tokenizer, target_config.vocab_size, [i for i in eos_ids if i is not None])
+        check_mask_token(mask, tokenizer, target_config.vocab_size, stop_ids)
 
     data = cfg.data
     load = partial(
@@ -126,6 +128,16 @@ def prepare(cfg: Config) -> Plan:
         check_same_vocabulary(f"teacher.models.{name}", model, tokenizer, target_config.vocab_size, trust)
     train, report = load(data.train_files, max_samples=data.max_samples, teacher_key=cfg.teacher.key, teachers=teachers)
     benchmarks = {name: load([path], max_samples=data.val_max_samples)[0] for name, path in data.val_files.items()}
+    conversations, conversation_report = list[RolloutSample](), None
+    if cfg.warmup.files and cfg.trainer.warmup_steps:
+        conversations, conversation_report = load_conversations(
+            cfg.warmup.files,
+            tokenizer,
+            key=cfg.warmup.messages_key,
+            max_length=data.max_prompt_length + data.max_response_length,
+            stop_ids=stop_ids,
+            template_kwargs=data.apply_chat_template_kwargs,
+        )
     vocabulary = family.vocabulary(draft_config, cfg.draft.path)
     reward = None if cfg.opd.reward is None else load_reward(cfg.opd.reward)
     return Plan(
@@ -135,6 +147,8 @@ def prepare(cfg: Config) -> Plan:
         train,
         report,
         benchmarks,
+        conversations,
+        conversation_report,
         vocabulary,
         lambda ids: str(tokenizer.decode(list(ids))),
         reward,

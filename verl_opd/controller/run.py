@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import ray
@@ -27,10 +27,12 @@ from verl_opd.controller.summary import print_summary, write_summary
 from verl_opd.controller.trackers import Trackers
 from verl_opd.controller.trainers import Trainers
 from verl_opd.controller.validate import Benchmarks
-from verl_opd.data.loader import PromptLoader
+from verl_opd.data.loader import Loader
+from verl_opd.data.prompts import Prompt
 from verl_opd.drafts import get_family
 from verl_opd.errors import ConfigError, WorkerDied
 from verl_opd.opd.names import TOP_K_LOSS
+from verl_opd.opd.trace import RolloutSample
 from verl_opd.rollout.server import EngineSettings
 from verl_opd.rollout.teacher import TeacherSettings
 from verl_opd.training.checkpoint import CheckpointStore, check_identity, resolve_resume
@@ -100,7 +102,7 @@ def _benchmarks(plan: Plan) -> Benchmarks:
     return Benchmarks(plan.benchmarks, plan.cfg.data.max_response_length)
 
 
-def total_steps(cfg: Config, loader: PromptLoader) -> int:
+def total_steps(cfg: Config, loader: Loader[Prompt]) -> int:
     if cfg.trainer.total_training_steps is not None:
         return cfg.trainer.total_training_steps
     return cfg.trainer.total_epochs * loader.batches_per_epoch
@@ -187,21 +189,41 @@ def continuing(argv: Sequence[str]) -> list[str]:
     return [*kept, "trainer.resume_mode=auto"] if len(kept) < len(argv) else kept
 
 
-def _position(plan: Plan, store: CheckpointStore, checkpoint: Path | None) -> tuple[PromptLoader, Progress]:
+@dataclass
+class Position:
+    """Where a run stands in its data and counters."""
+
+    loader: Loader[Prompt]
+    conversations: Loader[RolloutSample] | None
+    progress: Progress
+
+
+def _position(plan: Plan, store: CheckpointStore, checkpoint: Path | None) -> Position:
     """Where `checkpoint` left data and counters; ConfigError when it belongs to another run or other data."""
-    data = plan.cfg.data
-    loader, progress = PromptLoader(plan.train, data.train_batch_size, data.shuffle, data.seed), Progress()
+    data, warmup = plan.cfg.data, plan.cfg.warmup
+    at = Position(Loader(plan.train, data.train_batch_size, data.shuffle, data.seed), None, Progress())
+    if plan.conversations:
+        at.conversations = Loader(plan.conversations, warmup.samples_per_update, data.shuffle, data.seed, "warmup.samples_per_update")
     if checkpoint is not None:
         check_identity(checkpoint, plan.identity)
         state = store.read_state(checkpoint)
-        loader.load_state(state["data"])
-        progress = Progress.from_state(state["progress"])
-    return loader, progress
+        at.loader.load_state(state["data"])
+        at.progress = Progress.from_state(state["progress"])
+        given = state.get("conversations")
+        if (given is None) != (at.conversations is None) and at.progress.warmup_step < plan.cfg.trainer.warmup_steps:
+            raise ConfigError(
+                f"the checkpoint was written {'without' if given is None else 'with'} warmup.files, in the middle of warm-up: "
+                "restore the key to resume, or start a new run from the exported draft with draft.path"
+            )
+        if at.conversations is not None and given is not None:
+            at.conversations.load_state(given)
+    return at
 
 
 def _finished(plan: Plan, run: RunDir, store: CheckpointStore, checkpoint: Path | None) -> bool:
-    loader, progress = _position(plan, store, checkpoint)
-    done = progress.opd_step >= total_steps(plan.cfg, loader) and progress.warmup_step >= plan.cfg.trainer.warmup_steps
+    at = _position(plan, store, checkpoint)
+    progress = at.progress
+    done = progress.opd_step >= total_steps(plan.cfg, at.loader) and progress.warmup_step >= plan.cfg.trainer.warmup_steps
     return checkpoint is not None and done and (run.root / "summary.json").exists()
 
 
@@ -217,8 +239,8 @@ def _train_from(
 ) -> None:
     """Start everything, train from `checkpoint` (None: from the beginning) to the end, export and sum up."""
     cfg = plan.cfg
-    loader, progress = _position(plan, store, checkpoint)
-    steps = total_steps(cfg, loader)
+    at = _position(plan, store, checkpoint)
+    progress, steps = at.progress, total_steps(cfg, at.loader)
     console.say(_headline(plan, run, steps, checkpoint))
     with running(plan, run, console, checkpoint, restarts, stop) as (placement, trainers, fleet):
         snapshots = SnapshotWriter(run.root, placement.on_this_node, 2 * trainers.draft_parameters)
@@ -228,7 +250,7 @@ def _train_from(
             steps,
             fleet,
             trainers,
-            loader,
+            at.loader,
             _benchmarks(plan),
             store,
             trackers,
@@ -238,6 +260,7 @@ def _train_from(
             plan.identity,
             plan.facts,
             CaseLog(run.logs / "cases.log", plan.decode),
+            at.conversations,
             plan.reward,
             None if plan.vocabulary is None else frozenset(plan.vocabulary.token_ids.tolist()),
             stopping=lambda: stop.asked,
@@ -270,12 +293,13 @@ def _headline(plan: Plan, run: RunDir, steps: int, checkpoint: Path | None) -> s
     cfg, report = plan.cfg, plan.train_report
     servers = ", ".join(f"{name}: {cfg.teacher.replicas} x {path}" for name, path in plan.teachers.items())
     teacher = f"servers {servers}" if servers else "the trainer's own copy of the target"
+    given = f"given  {len(plan.conversations)} conversations ({plan.conversation_report})\n" if plan.conversations else ""
     start = f"resuming from {checkpoint}" if checkpoint else f"starting from {cfg.draft.path or 'random draft weights'}"
     return (
         f"target {cfg.target.path}\ndraft  {cfg.draft.family}, {plan.draft_config['num_hidden_layers']} layers, "
         f"block {plan.facts['block_size']}, K={cfg.rollout.num_speculative_tokens}; {start}\n"
         f"teacher {teacher}\n"
-        f"data   {len(plan.train)} prompts ({report}); {sum(map(len, plan.benchmarks.values()))} held out\n"
+        f"data   {len(plan.train)} prompts ({report}); {sum(map(len, plan.benchmarks.values()))} held out\n{given}"
         f"plan   {cfg.trainer.warmup_steps} warm-up + {steps} OPD steps of {cfg.data.train_batch_size} prompts, "
         f"{cfg.trainer.n_student_workers} student worker(s) on {plan.device.name}\nrun    {run.root}\npython {sys.version.split()[0]}"
     )

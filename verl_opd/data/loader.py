@@ -1,4 +1,4 @@
-"""Batches of prompts in an order that depends only on seed and epoch, and that a resumed run continues exactly."""
+"""Batches of a data set in an order that depends only on seed and epoch, and that a resumed run continues exactly."""
 
 from __future__ import annotations
 
@@ -6,22 +6,32 @@ import hashlib
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
-from verl_opd.data.prompts import Prompt
 from verl_opd.errors import ConfigError
 
 
-class PromptLoader:
-    """Endless batches of `batch_size` prompts, epoch after epoch; the rest that fills no batch is left out of its epoch.
+class Named(Protocol):
+    """A dataclass with a name that says which row it comes from."""
 
-    `epoch` is that of the batch returned last, from 0. ConfigError when the set is smaller than one batch.
+    @property
+    def sample_id(self) -> str: ...
+
+
+T = TypeVar("T", bound=Named)
+
+
+class Loader(Generic[T]):
+    """Endless batches of `batch_size` items (prompts, conversations), epoch after epoch; the rest that fills no batch is left out of its epoch.
+
+    `epoch` is that of the batch returned last, from 0. `size_key`: the configuration key that decides batch_size. ConfigError when the set is
+    smaller than one batch.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], batch_size: int, shuffle: bool, seed: int) -> None:
-        if batch_size > len(prompts):
-            raise ConfigError(f"data.train_batch_size={batch_size} is larger than the training set of {len(prompts)} prompts: lower it")
-        self._prompts = list(prompts)
+    def __init__(self, items: Sequence[T], batch_size: int, shuffle: bool, seed: int, size_key: str = "data.train_batch_size") -> None:
+        if batch_size > len(items):
+            raise ConfigError(f"{size_key}={batch_size} is larger than the training set of {len(items)} rows: lower it")
+        self._items = list(items)
         self._batch_size = batch_size
         self._shuffle = shuffle
         self._seed = seed
@@ -31,18 +41,18 @@ class PromptLoader:
 
     @property
     def batches_per_epoch(self) -> int:
-        return len(self._prompts) // self._batch_size
+        return len(self._items) // self._batch_size
 
-    def next_batch(self) -> list[Prompt]:
-        """The next prompts; their sample_id becomes "<epoch>-<row>"."""
+    def next_batch(self) -> list[T]:
+        """The next items; their sample_id becomes "<epoch>-<row>"."""
         if self._batch == self.batches_per_epoch:
             self.epoch += 1
             self._batch = 0
             self._order = self._epoch_order()
         first = self._batch * self._batch_size
         self._batch += 1
-        chosen = [self._prompts[i] for i in self._order[first : first + self._batch_size]]
-        return [replace(prompt, sample_id=f"{self.epoch}-{prompt.sample_id}") for prompt in chosen]
+        chosen = [self._items[i] for i in self._order[first : first + self._batch_size]]
+        return [replace(item, sample_id=f"{self.epoch}-{item.sample_id}") for item in chosen]  # type: ignore[type-var]
 
     def state(self) -> dict[str, Any]:
         """Position and what the order depends on; plain values, for a checkpoint."""
@@ -61,18 +71,18 @@ class PromptLoader:
 
     def _order_inputs(self) -> dict[str, Any]:
         digest = hashlib.sha256()
-        for prompt in self._prompts:
-            digest.update(f"{prompt.sample_id}:{prompt.prompt_ids}\n".encode())
+        for item in self._items:
+            digest.update(f"{item!r}\n".encode())
         return {
-            "prompts": len(self._prompts),
-            "prompts_sha256": digest.hexdigest()[:16],
+            "rows": len(self._items),
+            "rows_sha256": digest.hexdigest()[:16],
             "batch_size": self._batch_size,
             "shuffle": self._shuffle,
             "seed": self._seed,
         }
 
     def _epoch_order(self) -> list[int]:
-        order = list(range(len(self._prompts)))
+        order = list(range(len(self._items)))
         if self._shuffle:
             random.Random(f"{self._seed}/{self.epoch}").shuffle(order)
         return order

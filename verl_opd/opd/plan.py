@@ -147,13 +147,29 @@ def _scatter(sample: RolloutSample, pairs: Sequence[tuple[int, int]], block_size
 
 
 def plan_warmup(sample: RolloutSample, *, block_size: int, anchors_per_sample: int, rng: np.random.Generator) -> BlockPlan:
-    """Whole blocks at up to `anchors_per_sample` distinct uniform anchors in 0..R-2, every slot supervised by the response; no refusals."""
-    candidates = len(sample.response_ids) - 1
-    if candidates < 1:
+    """Whole blocks at up to `anchors_per_sample` distinct uniform anchors in 0..R-2, every slot supervised by the response; no refusals.
+
+    In given text, anchors and labels are generated tokens, and a block's labels end with its turn: no engine drafts across one.
+    """
+    ends = _run_ends(sample)
+    candidates = np.array([anchor for anchor, end in enumerate(ends) if end > anchor], dtype=int)
+    if not len(candidates):
         return _assemble(block_size, sample.response_ids, [], [], {}, {}, set())
-    chosen = rng.choice(candidates, size=min(anchors_per_sample, candidates), replace=False)
-    spans = [(int(anchor), min(block_size - 1, candidates - int(anchor))) for anchor in sorted(chosen)]
+    chosen = rng.choice(len(candidates), size=min(anchors_per_sample, len(candidates)), replace=False)
+    anchors = [int(candidates[i]) for i in sorted(chosen)]
+    spans = [(anchor, min(block_size - 1, ends[anchor] - anchor)) for anchor in anchors]
     return _assemble(block_size, sample.response_ids, spans, [], {}, {}, set())
+
+
+def _run_ends(sample: RolloutSample) -> list[int]:
+    """Per response position, the last one of the run of generated tokens that it belongs to; -1 outside of them."""
+    mask = sample.supervised if sample.supervised is not None else (True,) * len(sample.response_ids)
+    ends = [-1] * len(mask)
+    for position in range(len(mask) - 1, -1, -1):
+        if mask[position]:
+            behind = ends[position + 1] if position + 1 < len(mask) else -1
+            ends[position] = max(behind, position)
+    return ends
 
 
 def _subsample(pairs: list[tuple[int, int]], limit: int) -> list[tuple[int, int]]:

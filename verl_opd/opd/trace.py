@@ -75,6 +75,7 @@ class RolloutSample:
 
     sample_id: stable name of the data row and epoch, "<epoch>-<row>"; draft_version: version of the draft that proposed the blocks;
     finish_reason: stop | length | abort, as the engine reports it; teacher: its scores when a teacher server was asked.
+    supervised: per response token, whether the target would have generated it, for text that was given (a conversation); None = all of them.
     """
 
     sample_id: str
@@ -85,6 +86,7 @@ class RolloutSample:
     draft_version: int
     finish_reason: str
     teacher: TeacherScores | None = None
+    supervised: tuple[bool, ...] | None = None
 
 
 def is_finite(sample: RolloutSample) -> bool:

@@ -1,4 +1,4 @@
-"""Which token may stand for a masked slot."""
+"""Tokens with a meaning of their own: which ones end a response, and which one may stand for a masked slot."""
 
 from __future__ import annotations
 
@@ -27,6 +27,19 @@ def _used_ids(tokenizer: Any, eos_ids: Iterable[int]) -> set[int]:
         source = str(tokenizer.chat_template)
         ids.update(i for i, token in tokenizer.added_tokens_decoder.items() if token.content in source)
     return {i for i in ids if i is not None}
+
+
+def stop_token_ids(path: str, config: Any, tokenizer: Any) -> frozenset[int]:
+    """Every token that ends a response of the target at `path`: those of its generation config, as the engine reads it, of `config`, its
+    AutoConfig, and of its tokenizer. Chat models often have several."""
+    from transformers import GenerationConfig
+
+    try:
+        generation = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:  # a model without a generation config
+        generation = None
+    given = (generation, getattr(config, "eos_token_id", None), tokenizer.eos_token_id)
+    return frozenset(i for ids in given if ids is not None for i in (ids if isinstance(ids, list) else [ids]))
 
 
 def check_mask_token(mask_id: int, tokenizer: Any, rows: int, eos_ids: Iterable[int] = ()) -> None:

@@ -1,0 +1,160 @@
+"""Given conversations as supervision: each is rendered once by the chat template, and a mask says which tokens its assistant would have generated.
+
+An assistant turn is supervised where the one rendering shows it exactly as it looked when it was generated: behind the generation prompt that the
+template writes for the turns before it, up to its stop token. A turn that the template shows otherwise later on (Qwen3 drops the thinking of earlier
+turns) is context. No template needs generation tags for this, and none is known by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+
+from verl_opd.data.rows import Row, check_refused, read_rows
+from verl_opd.errors import ConfigError
+from verl_opd.opd.trace import RolloutSample, VerifyTrace
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_OPEN, _CLOSE = "<think>", "</think>"
+
+
+@dataclass(frozen=True)
+class ConversationReport:
+    """What happened to the rows of a set of conversations. rows: read. dropped_overlong: longer than max_length tokens. dropped_unsupervised: without a
+    token to learn. refused: place and reason of every row that the template refuses. context_turns: assistant turns, of kept rows, that are context
+    only; open_turns: supervised ones without a stop token. supervised, tokens: of kept rows."""
+
+    rows: int
+    dropped_overlong: int
+    dropped_unsupervised: int
+    refused: tuple[str, ...]
+    max_length: int
+    context_turns: int
+    open_turns: int
+    supervised: int
+    tokens: int
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.rows} rows read, {self.dropped_overlong} dropped for more than {self.max_length} tokens, {self.dropped_unsupervised} for "
+            f"nothing to learn; {self.supervised} of {self.tokens} tokens supervised"
+        )
+        if self.context_turns:
+            text += f"; {self.context_turns} assistant turns are context only: the template does not show them as they were generated"
+        if self.open_turns:
+            text += f"; {self.open_turns} supervised turns end without a stop token: where to stop is not learned from them"
+        return text + (f"; {len(self.refused)} refused by the chat template (first {self.refused[0]})" if self.refused else "")
+
+
+@dataclass(frozen=True)
+class Masked:
+    """One rendered conversation. ids, mask: one entry per token. context_turns, open_turns: see ConversationReport."""
+
+    ids: tuple[int, ...]
+    mask: tuple[bool, ...]
+    context_turns: int
+    open_turns: int
+
+
+def load_conversations(
+    files: Sequence[str | Path],
+    tokenizer: Any,
+    *,
+    key: str,
+    max_length: int,
+    stop_ids: Collection[int],
+    template_kwargs: Mapping[str, Any] | None = None,
+    max_samples: int | None = None,
+) -> tuple[list[RolloutSample], ConversationReport]:
+    """The conversations of JSONL files as finished responses: prompt_ids is all before the first supervised token, response_ids the rest up to the last.
+
+    `tokenizer`: a fast transformers tokenizer with a chat template. `stop_ids`: every token that ends a response of the target. ConfigError names
+    file and line of a bad row, and the counts when the template refuses many rows or nothing is left to learn.
+    """
+    if not getattr(tokenizer, "is_fast", False) or getattr(tokenizer, "chat_template", None) is None:
+        raise ConfigError("warmup.files needs a target with a fast tokenizer and a chat template: its masks come from both")
+    rows = read_rows(files, key, "warmup.messages_key", max_samples)
+    samples, refused = list[RolloutSample](), list[str]()
+    overlong = unsupervised = context = open_turns = tokens = 0
+    for index, row in enumerate(rows):
+        _check_roles(row)
+        try:
+            masked = mask_conversation(row, tokenizer, stop_ids, template_kwargs or {})
+        except (TemplateError, TypeError) as error:
+            refused.append(f"{row.place}: {error}")
+            continue
+        if len(masked.ids) > max_length:
+            overlong += 1
+        elif not any(masked.mask[1:]):
+            unsupervised += 1
+        else:
+            samples.append(_sample(str(index), row.data_source, masked))
+            tokens, context, open_turns = tokens + len(masked.ids), context + masked.context_turns, open_turns + masked.open_turns
+    supervised = sum(sum(sample.supervised or ()) for sample in samples)
+    report = ConversationReport(len(rows), overlong, unsupervised, tuple(refused), max_length, context, open_turns, supervised, tokens)
+    check_refused(refused, len(rows), "conversations")
+    if not samples:
+        raise ConfigError(f"no conversation is left of {', '.join(map(str, files))}: {report}; check warmup.files and data.max_*_length")
+    return samples, report
+
+
+def mask_conversation(row: Row, tokenizer: Any, stop_ids: Collection[int], template_kwargs: Mapping[str, Any]) -> Masked:
+    """Render and tokenise one conversation, and mark the tokens that its assistant generated, each turn's stop token included."""
+    kwargs = {**row.template_input(), **template_kwargs}
+    messages = [_canonical(message, tokenizer, template_kwargs) for message in row.messages]
+
+    def render(count: int, prompt: bool) -> str:
+        return str(tokenizer.apply_chat_template(messages[:count], add_generation_prompt=prompt, tokenize=False, **kwargs))
+
+    text = render(len(messages), False)
+    spans, context = list[tuple[int, int]](), 0
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant":
+            start, end = render(index, True), render(index + 1, False)
+            if text.startswith(end) and end.startswith(start):
+                spans.append((len(start), len(end)))
+            else:
+                context += 1
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids, offsets = tuple(encoded["input_ids"]), encoded["offset_mapping"]
+    mask, open_turns = [False] * len(ids), 0
+    for begin, stop in spans:
+        turn = [i for i, (low, high) in enumerate(offsets) if begin <= low and high <= stop and low < high]
+        stops = [i for i in turn if ids[i] in stop_ids]
+        open_turns += not stops
+        for i in turn if not stops else range(turn[0], stops[-1] + 1):
+            mask[i] = True
+    return Masked(ids, tuple(mask), context, open_turns)
+
+
+def _canonical(message: dict[str, Any], tokenizer: Any, template_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """An assistant message with its thinking in the one place where this template looks for it, and nowhere when thinking is switched off."""
+    if message["role"] != "assistant" or not isinstance(message["content"], str):
+        return message
+    before, closed, after = message["content"].rpartition(_CLOSE)
+    thinking = message.get("reasoning_content") or before.removeprefix("\n").removeprefix(_OPEN).strip("\n")
+    rest = {name: value for name, value in message.items() if name != "reasoning_content"}
+    rest["content"] = after.lstrip("\n") if closed else message["content"]
+    if not thinking or template_kwargs.get("enable_thinking") is False:
+        return rest
+    if "reasoning_content" in str(tokenizer.chat_template):
+        return {**rest, "reasoning_content": thinking}
+    return {**rest, "content": f"{_OPEN}\n{thinking}\n{_CLOSE}\n\n{rest['content']}"}
+
+
+def _check_roles(row: Row) -> None:
+    unknown = sorted({message["role"] for message in row.messages} - set(ROLES))
+    if unknown:
+        raise ConfigError(f"{row.place}: unknown role {', '.join(map(repr, unknown))}; a role is one of {', '.join(ROLES)}, human or gpt")
+
+
+def _sample(index: str, source: str, masked: Masked) -> RolloutSample:
+    first = max(1, masked.mask.index(True))  # a response has a prompt, if of one token
+    end = len(masked.mask) - masked.mask[::-1].index(True)
+    response = masked.ids[first:end]
+    trace = VerifyTrace(len(response), ())
+    return RolloutSample(index, source, masked.ids[:first], response, trace, 0, "stop", supervised=masked.mask[first:end])
