@@ -1,12 +1,15 @@
-"""Small facts about the current process that every actor needs."""
+"""What every process of a run needs: where its output goes, and somebody who cleans up after it however it ends."""
 
 from __future__ import annotations
 
+import json
 import os
+import select
 import signal
+import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 _SHARED = Path("/dev/shm")
 
@@ -29,22 +32,27 @@ def log_tail(log_path: Path, lines: int = 15) -> str:
     return "\n".join(log_path.read_text(errors="replace").splitlines()[-lines:])
 
 
-def own_processes() -> dict[str, Any]:
-    """{"processes": [(pid, start)], "shared_memory": [name]} of this process and all below it, so that they can be ended, and what they share in
-    /dev/shm removed, by `end_own` later: they, and nobody else."""
+def clean_up_after(files: Sequence[Path] = ()) -> None:
+    """Start a process, outside of this one's family, that waits until this one is gone, even by SIGKILL, and then ends what is left of its children as
+    they are now, and removes `files` and the segments and semaphores that the children share in /dev/shm."""
     import psutil
 
     me = psutil.Process()
-    family = [me.pid, *(child.pid for child in me.children(recursive=True))]
-    return {
+    family = [child.pid for child in me.children(recursive=True)]
+    task = {
+        "pid": me.pid,
         "processes": [(pid, start) for pid in family if (start := _start(pid)) is not None],
-        "shared_memory": sorted({name for pid in family for name in _segments(pid)}),
+        "files": sorted({*map(str, files), *(str(path) for pid in [me.pid, *family] for path in _segments(pid))}),
     }
+    command = [sys.executable, __file__]
+    done = subprocess.run(command, input=json.dumps(task), capture_output=True, text=True, start_new_session=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"no process to clean up after this one could be started: {done.stderr}")
 
 
-def end_own(processes: list[tuple[int, int]], shared_memory: list[str]) -> list[int]:
-    """SIGKILL those of `processes` (from `own_processes`, on this machine) that still live, then remove the segments they leave, as a killed engine
-    cannot. A process id that was given to another is left alone."""
+def end_own(processes: Sequence[tuple[int, int]], files: Sequence[str]) -> list[int]:
+    """SIGKILL those of `processes`, (pid, start), that still live, then remove `files`, as a killed engine cannot. A process id that was given to
+    another is left alone."""
     ended = []
     for pid, start in processes:
         if _start(pid) == start:
@@ -53,19 +61,19 @@ def end_own(processes: list[tuple[int, int]], shared_memory: list[str]) -> list[
             except ProcessLookupError:
                 continue
             ended.append(pid)
-    for name in shared_memory:
-        (_SHARED / name).unlink(missing_ok=True)
+    for name in files:
+        Path(name).unlink(missing_ok=True)
     return ended
 
 
-def _segments(pid: int) -> set[str]:
-    """Names below /dev/shm of the Python shared memory and semaphores that a process maps; engines talk to their workers through them."""
+def _segments(pid: int) -> set[Path]:
+    """The Python shared memory and semaphores below /dev/shm that a process maps; engines talk to their workers through them."""
     try:
         lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return set()
     paths = (Path(line.split(maxsplit=5)[5]) for line in lines if any(f"{_SHARED}/{kind}" in line for kind in ("psm_", "sem.mp-")))
-    return {path.name for path in paths if path.exists()}
+    return {path for path in paths if path.exists()}
 
 
 def _start(pid: int) -> int | None:
@@ -74,3 +82,22 @@ def _start(pid: int) -> int | None:
         return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19])
     except (FileNotFoundError, ProcessLookupError):
         return None
+
+
+def _wait_and_clean() -> None:
+    """What the process of `clean_up_after` does. It leaves its parent at once, which Ray would otherwise kill with its children."""
+    task = json.load(sys.stdin)
+    parent = os.pidfd_open(task["pid"])
+    if os.fork():
+        return
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(nothing, stream)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    select.select([parent], [], [])
+    end_own([tuple(entry) for entry in task["processes"]], task["files"])
+
+
+if __name__ == "__main__":
+    _wait_and_clean()

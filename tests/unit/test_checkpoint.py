@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import subprocess
+import sys
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ import pytest
 from verl_opd.errors import ConfigError
 from verl_opd.training.checkpoint import CheckpointStore, check_identity, checkpoint_bytes, find_checkpoint, resolve_resume
 
+ROOT = Path(__file__).parents[2]
 IDENTITY = {"target": "t", "family": "dflash", "draft_config": "abc"}
 
 
@@ -281,3 +285,57 @@ def test_a_run_copied_without_its_links_is_refused_before_it_trains(store: Check
         resolve_resume("auto", None, copied)
     shutil.rmtree(copied.root / "latest")
     assert resolve_resume("auto", None, copied) == (copied.root / "step_3").resolve()
+
+
+FULL_DISK = """
+import json, os, subprocess, sys, torch
+from pathlib import Path
+from verl_opd.drafts.files import write_draft
+from verl_opd.errors import CheckpointError
+from verl_opd.training.checkpoint import CheckpointStore, damage
+from verl_opd.training.state import save_distributed
+
+run = Path(sys.argv[1])
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "none", str(run)], check=True)
+store = CheckpointStore(run, keep_last=2)
+
+def write(step, size):
+    draft = torch.nn.Linear(size, size)
+    optimizer = torch.optim.AdamW(draft.parameters())
+    draft(torch.ones(1, size)).sum().backward()
+    optimizer.step()
+    directory = store.begin(step)
+    save_distributed(draft, optimizer, str(directory / "dcp"), 0)
+    write_draft(draft.state_dict(), {}, directory / "draft")
+    store.commit(step, {})
+
+write(1, 256)
+said = []
+for size in (1024, 1024):
+    try:
+        write(2, size)
+    except CheckpointError as error:
+        said.append(str(error))
+try:
+    write_draft({"w": torch.ones(4 << 20)}, {}, run / "draft")
+except Exception as error:
+    said.append(str(error))
+write(3, 256)
+print(json.dumps([said, [damage(path) for path in store.candidates()], [path.name for path in store.candidates()], os.listdir(run)]))
+"""
+
+
+def test_a_disk_that_is_really_full_costs_one_checkpoint_and_its_space_comes_back(tmp_path: Path) -> None:
+    """On a file system of 6 MB of its own, which needs the right to mount one."""
+    if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this user may not mount a file system")
+    done = subprocess.run(
+        ["unshare", "-m", sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    said, damages, names, left = json.loads(done.stdout.splitlines()[-1])
+    assert [text.startswith("rank 0: ") for text in said] == [True, True, False], said
+    assert "No space left on device" in said[2]
+    assert damages == ["", ""]
+    assert names == ["step_3", "step_1"]
+    assert left == ["checkpoints"]

@@ -7,11 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from multiprocessing import shared_memory
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from verl_opd.config.schema import Config
@@ -20,8 +22,10 @@ from verl_opd.controller.loop import Loop
 from verl_opd.controller.progress import Progress
 from verl_opd.controller.run import continuing
 from verl_opd.errors import CheckpointError, ConfigError, RolloutError, WorkerDied
-from verl_opd.process import end_own, own_processes
+from verl_opd.process import end_own
 from verl_opd.rollout.server import EngineSettings, RolloutEngine
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_every_restart_is_said_and_the_last_one_ends_the_run():
@@ -81,41 +85,56 @@ def test_a_checkpoint_that_cannot_be_written_is_said_and_training_goes_on_unless
         Loop._save(loop, required=True)
 
 
-def test_only_processes_of_the_report_are_ended():
-    ours = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+def test_a_process_id_that_was_given_to_another_is_left_alone():
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
-        report = own_processes()["processes"]
-        (mine,) = [entry for entry in report if entry[0] == ours.pid]
-        assert end_own([mine, (other.pid, 1), (2**22 + 5, 1)], []) == [ours.pid], "another start is another process"
-        assert ours.wait(10) == -signal.SIGKILL
+        assert end_own([(other.pid, 1), (2**22 + 5, 1)], []) == []
         assert other.poll() is None
     finally:
-        for process in (ours, other):
-            process.kill()
-            process.wait()
+        other.kill()
+        other.wait()
 
 
-def test_shared_memory_of_a_killed_process_is_removed_and_that_of_others_is_not():
-    name = f"psm_test{os.getpid()}"  # as multiprocessing names it, without the tracker that would clean up, and that a SIGKILL takes along
-    code = f"import mmap, time; f = open('/dev/shm/{name}', 'w+b'); f.truncate(64); m = mmap.mmap(f.fileno(), 64); print('up', flush=True); time.sleep(60)"
+# as multiprocessing names it, without the tracker that would clean up, and that a SIGKILL takes along
+CHILD = "import mmap, time; f = open('/dev/shm/{name}', 'w+b'); f.truncate(64); m = mmap.mmap(f.fileno(), 64); print('up', flush=True); time.sleep(99)"
+PARENT = """
+import subprocess, sys, time
+from pathlib import Path
+from verl_opd.process import clean_up_after
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE, text=True)
+child.stdout.readline()
+clean_up_after([Path(sys.argv[2])])
+print(child.pid, flush=True)
+time.sleep(float(sys.argv[3]))
+"""
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_whatever_a_process_leaves_behind_is_cleaned_up_however_it_ends(tmp_path: Path, killed: bool):
+    """Its children, what they share in memory and its files; nothing of anybody else, and nothing before it has ended."""
+    name, file = f"psm_test{os.getpid()}", tmp_path / "snapshot"
     foreign = shared_memory.SharedMemory(create=True, size=64)
-    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    file.write_text("x")
+    arguments = [CHILD.format(name=name), str(file), "99" if killed else "1.5"]
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, *arguments], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
-        child.stdout.readline()
-        report = own_processes()
-        assert name in report["shared_memory"]
-        mine = [entry for entry in report["processes"] if entry[0] == child.pid]
-        child.kill()
-        child.wait()
+        child = psutil.Process(int(parent.stdout.readline()))
+        time.sleep(0.3)
+        assert child.is_running()
+        assert file.exists()
         assert (Path("/dev/shm") / name).exists()
-        end_own(mine, [name])
-        assert not (Path("/dev/shm") / name).exists()
+        if killed:
+            parent.kill()
+        parent.wait(10)
+        child.wait(10)
+        deadline = time.monotonic() + 10
+        while file.exists() or (Path("/dev/shm") / name).exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
         assert (Path("/dev/shm") / foreign.name).exists()
-        end_own(mine, [name])  # once more is no error
     finally:
-        child.kill()
-        child.wait()
+        parent.kill()
+        parent.wait()
         foreign.close()
         foreign.unlink()
 

@@ -123,6 +123,35 @@ def test_every_path_but_health_and_metrics_needs_the_key():
     assert call("/v1/realtime", None, "websocket") == [{"type": "websocket.close", "code": 1008}]
 
 
+def test_more_requests_than_the_rate_are_refused_until_there_is_room_again(monkeypatch: pytest.MonkeyPatch):
+    now = [100.0]
+    monkeypatch.setattr("verl_opd.rollout.http.time.monotonic", lambda: now[0])
+    passed: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        passed.append(scope["path"])
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    guarded = KeyRequired(app, "k", max_rate=3)
+    sent: list[Any] = []
+    scope = {"type": "http", "path": "/v1/models", "headers": [(b"authorization", b"Bearer k")]}
+
+    def ask(times: int) -> int:
+        before = len(passed)
+        for _ in range(times):
+            asyncio.run(guarded(scope, None, send))
+        return len(passed) - before
+
+    assert ask(5) == 3
+    assert sent[0]["status"] == 429
+    now[0] += 0.7
+    assert ask(5) == 2
+    now[0] += 60
+    assert ask(5) == 3, "a pause saves up one second's worth"
+
+
 def test_a_body_that_is_too_long_is_refused_announced_or_not():
     async def post(headers: list[tuple[bytes, bytes]], parts: list[bytes]) -> tuple[list[Any], list[Any]]:
         """(what was answered, what the app was given)"""

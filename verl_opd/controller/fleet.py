@@ -10,7 +10,7 @@ import ray
 from verl_opd.config.schema import Config
 from verl_opd.controller.faults import Restarts, ailment, first_line
 from verl_opd.controller.phases import Phase, PhaseMachine
-from verl_opd.controller.placement import Placement, driver_options, end_processes
+from verl_opd.controller.placement import Placement, driver_options
 from verl_opd.data.prompts import Prompt
 from verl_opd.drafts.snapshot import DraftSnapshot
 from verl_opd.errors import RolloutError, WeightSyncError
@@ -47,7 +47,6 @@ class Fleet:
         self._drafting = True
         self.servers = [self._new_server(index) for index in range(len(settings))]
         self.phases = [PhaseMachine(index) for index in range(len(settings))]
-        self._processes: list[dict[str, Any]] = []  # start reports of servers, then of teachers
         self._teachers: list[Any] = []
         self._by_name: dict[str, list[Any]] = {}
         for index, teacher in enumerate(teachers):
@@ -77,7 +76,6 @@ class Fleet:
         """Bring all engines up, teachers included, and return the probe reports of those that draft; RolloutError when one does not come up in
         rollout.start_timeout."""
         reports = self._start([*self.servers, *self._teachers])
-        self._processes = reports
         self._target = self._target_checksums()[0]
         self.prove_target()
         return reports[: len(self.servers)]
@@ -176,9 +174,8 @@ class Fleet:
     def _replace(self, index: int) -> None:
         """A new server in the place of a dead one, with the draft, drafting switch and phase of the others."""
         self._discard(self.servers[index])
-        end_processes(self._processes[index])
         server = self.servers[index] = self._new_server(index)
-        (self._processes[index],) = self._start([server])
+        (report,) = self._start([server])
         self.prove_target()
         if self.snapshot is not None:
             push_draft([server], self.snapshot(), first=index)
@@ -191,7 +188,6 @@ class Fleet:
             except ray.exceptions.RayActorError:  # found, and replaced with the current servers, at the next rollout
                 continue
         self.counts["engine_restarts"] += 1
-        report = self._processes[index]
         self._say(f"engine {index} is back ({report['seconds']:.0f} s), HTTP at {report['url']}")
 
     def _discard(self, actor: Any) -> None:
@@ -238,11 +234,10 @@ class Fleet:
             phase.advance(action)
 
     def stop(self) -> None:
-        """End engines and HTTP, those that still answer by themselves, then whatever is left of their processes."""
+        """End engines and HTTP, and the servers themselves; what those leave behind that did not answer is cleaned up after them."""
         servers = [*self.servers, *self._teachers]
         _, late = ray.wait([server.stop.remote() for server in servers], num_returns=len(servers), timeout=_STOP_SECONDS)
         if late:
             self._say(f"{len(late)} of {len(servers)} engines did not stop within {_STOP_SECONDS:.0f} s and are killed")
-        for server, report in zip(servers, self._processes, strict=False):
+        for server in servers:
             ray.kill(server, no_restart=True)
-            end_processes(report)

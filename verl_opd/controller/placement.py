@@ -16,7 +16,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from verl_opd.config.schema import Config
 from verl_opd.devices import Device, available_cores, split_cores
 from verl_opd.errors import ConfigError
-from verl_opd.process import end_own
 
 _BUNDLE_CPUS = 1.0
 
@@ -77,20 +76,6 @@ class Placement:
             if group is not None:
                 remove_placement_group(group)
         ray.shutdown()
-
-
-def end_processes(report: dict[str, Any]) -> None:
-    """End what a lost server has left behind: the processes of its start report, on its node. They may hang and not notice that it is gone."""
-    where = NodeAffinitySchedulingStrategy(report["node_id"], soft=False)
-    try:
-        ray.get(_end_own.options(num_cpus=0, scheduling_strategy=where).remote(report["processes"], report["shared_memory"]))
-    except ray.exceptions.RayError as error:  # the whole node is gone, and they with it
-        print(f"processes of a lost server could not be ended: {error}", file=sys.stderr)
-
-
-@ray.remote
-def _end_own(processes: list[tuple[int, int]], shared_memory: list[str]) -> list[int]:
-    return end_own(processes, shared_memory)
 
 
 def driver_options() -> dict[str, Any]:

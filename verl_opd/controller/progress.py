@@ -10,6 +10,7 @@ from typing import Any
 
 from verl_opd.controller.metrics import BenchmarkResult
 from verl_opd.opd.trace import RolloutSample, VerifyTrace
+from verl_opd.process import clean_up_after
 from verl_opd.rollout.sync import SyncReport
 
 
@@ -61,7 +62,8 @@ class SnapshotWriter:
         roomy = shared.is_dir() and shutil.disk_usage(shared).free > 2 * draft_bytes
         parent = shared if one_node and roomy else run_dir
         self.path = parent / f".verl-opd-draft-{secrets.token_hex(8)}.safetensors"
+        clean_up_after([self.path])
 
     def clear(self) -> None:
-        """Remove the file: nobody needs it once a push is proven, and a killed run should leave no shared memory behind."""
+        """Remove the file: nobody needs it once a push is proven."""
         self.path.unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -79,16 +80,21 @@ class Trainers:
 
     def save(self, directory: Path) -> None:
         """Write a distributed checkpoint; CheckpointError when a rank cannot."""
-        try:
-            self._all("save", str(directory))
-        except ray.exceptions.RayTaskError as error:
-            raise CheckpointError(f"{directory.name} was not written: {first_line(error.cause)}") from error
+        self._written("save", directory)
 
     def load(self, directory: Path) -> None:
         self._all("load", str(directory))
 
     def export(self, directory: Path) -> None:
-        self._all("export", str(directory))
+        """Write the draft as engines read it; CheckpointError when rank 0 cannot."""
+        self._written("export", directory)
+
+    def _written(self, method: str, directory: Path) -> None:
+        try:
+            self._all(method, str(directory))
+        except ray.exceptions.RayTaskError as error:
+            free = shutil.disk_usage(directory.parent).free / 1e6  # torch does not say that a disk is full
+            raise CheckpointError(f"{directory} was not written ({free:.0f} MB left on this disk): {first_line(error.cause)}") from error
 
     def deaths(self) -> list[str]:
         """Ranks that are gone, and how they ended."""

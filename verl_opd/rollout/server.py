@@ -18,7 +18,7 @@ import ray
 from verl_opd.drafts.snapshot import DraftSnapshot
 from verl_opd.errors import RolloutError
 from verl_opd.opd.trace import VerifyTrace, check_trace, to_extra_fields, trace_from_events
-from verl_opd.process import own_processes, redirect_output
+from verl_opd.process import clean_up_after, redirect_output
 from verl_opd.rollout.http import MAX_CONNECTIONS, KeyRequired
 from verl_opd.rollout.watchdog import TokenProgress
 from verl_opd.targets.layers import vllm_aux_layer_id
@@ -207,10 +207,10 @@ def start_async_llm(settings: EngineHost, arguments: dict[str, Any], what: str, 
         raise RolloutError(f"{what} did not start ({type(error).__name__}: {error}); log: {settings.log_path}") from error
 
 
-def start_report(started: float) -> dict[str, Any]:
-    """What the controller keeps of an engine server: seconds since `started`, its node, and what to end when it is lost."""
-    node = str(ray.get_runtime_context().get_node_id()) if ray.is_initialized() else ""
-    return {"seconds": time.monotonic() - started, "node_id": node, **own_processes()}
+def started_well(started: float) -> dict[str, Any]:
+    """What an engine server reports once it is up: seconds since `started`. From now on whatever it leaves behind is cleaned up after it."""
+    clean_up_after()
+    return {"seconds": time.monotonic() - started}
 
 
 async def last_output(outputs: Any) -> Any:
@@ -257,7 +257,7 @@ class RolloutEngine:
         except BaseException:
             await self.stop()
             raise
-        return {**facts, "url": self._url, **start_report(started)}
+        return {**facts, "url": self._url, **started_well(started)}
 
     def _listen(self) -> socket.socket:
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)

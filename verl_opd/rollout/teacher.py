@@ -15,7 +15,7 @@ from verl_opd.errors import RolloutError
 from verl_opd.opd.trace import TeacherScores
 from verl_opd.process import redirect_output
 from verl_opd.rollout.router import Router
-from verl_opd.rollout.server import STOP_SECONDS, last_output, parsed_kwargs, start_async_llm, start_report
+from verl_opd.rollout.server import STOP_SECONDS, last_output, parsed_kwargs, start_async_llm, started_well
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class TeacherEngine:
         except BaseException:
             await self.stop()
             raise
-        return start_report(started)
+        return started_well(started)
 
     async def ailment(self) -> str:
         """Why this server cannot go on; empty while it can."""
