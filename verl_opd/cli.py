@@ -53,8 +53,8 @@ def _dispatch(arguments: list[str]) -> None:
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
         from verl_opd.training.export import export_checkpoint, serve_line
 
-        out = export_checkpoint(options.checkpoint, options.out, options.force)
-        print(f"exported {out}\nserve it with {serve_line(options.checkpoint, out)}")
+        out = export_checkpoint(options.checkpoint, options.out, options.force, options.reader)
+        print(f"exported {out}\nserve it with {serve_line(options.checkpoint, out, options.reader)}")
         return
     # argparse collects positionals once; overrides that follow an option end up in `rest`.
     overrides = [*options.overrides, *rest]
@@ -101,10 +101,14 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("recipe", help="name of a shipped recipe, or path of a .yaml file")
         command.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the recipe")
         command.add_argument("--cfg", choices=["job"], help="print the resolved configuration and stop")
-    text = "write the draft of a checkpoint as a directory that vLLM serves"
+    text = "write the draft of a checkpoint as a directory that an engine serves"
     export = verbs.add_parser("export", help=text, description=text)
     export.add_argument("checkpoint", type=Path, help="checkpoint directory of a run")
     export.add_argument("--out", type=Path, required=True, help="directory to write")
+    readers = ["vllm", "speculators", "sglang"]
+    export.add_argument(
+        "--reader", choices=readers, default="vllm", help="whose file layout (vllm; speculators: one that names its target)"
+    )
     export.add_argument("--force", action="store_true", help="replace an existing directory")
     return parser
 

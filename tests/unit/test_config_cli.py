@@ -53,10 +53,11 @@ def test_export(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch,
         "verl_opd.training.export",
         export_checkpoint=lambda *arguments: calls.append(arguments),
-        serve_line=lambda checkpoint, draft: f"vllm serve {draft}",
+        serve_line=lambda checkpoint, draft, reader: f"vllm serve {draft}",
     )
     assert main(["export", "runs/x/checkpoints/step_1", "--out", "draft", "--force"]) == 0
-    assert calls == [(Path("runs/x/checkpoints/step_1"), Path("draft"), True)]
+    assert main(["export", "runs/x", "--out", "draft", "--reader", "sglang"]) == 0
+    assert calls == [(Path("runs/x/checkpoints/step_1"), Path("draft"), True, "vllm"), (Path("runs/x"), Path("draft"), False, "sglang")]
 
 
 @pytest.mark.parametrize("order", [["--cfg", "job", "data.seed=5"], ["data.seed=5", "--cfg", "job"], ["--cfg=job", "data.seed=5"]])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from verl_opd.config.schema import DraftConfig
+from verl_opd.drafts.readers import Use
 from verl_opd.opd.layout import Layout
 
 
@@ -110,6 +111,11 @@ class DraftFamily(Protocol):
 
     def vocabulary(self, config: Mapping[str, Any], path: str | None) -> Vocabulary | None:
         """The part of the target's vocabulary that the draft at `path` can propose; None for all of it."""
+        ...
+
+    def for_reader(self, config: Mapping[str, Any], reader: str, use: Use) -> tuple[dict[str, Any], Callable[[str], str]]:
+        """config.json, and what to call each parameter, for one of `readers.READERS`; ConfigError when it does not read this family. What
+        `load_config` and `load_weights` read back is the same draft, but for sglang."""
         ...
 
     def save_pretrained(self, state: Mapping[str, Tensor], config: Mapping[str, Any], path: Path) -> None:

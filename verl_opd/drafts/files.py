@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +77,18 @@ def read_weights(path: str) -> dict[str, Tensor]:
     return tensors
 
 
-def load_into(draft: nn.Module, path: str, frozen: Mapping[str, Tensor] | None, copies: Sequence[str] = ()) -> None:
+def load_into(
+    draft: nn.Module,
+    path: str,
+    frozen: Mapping[str, Tensor] | None,
+    copies: Sequence[str] = (),
+    rename: Callable[[str], str] = str,
+) -> None:
     """Load the draft directory `path` into `draft`, as DraftFamily.load_weights says.
 
-    copies: names of `frozen` that files of this family may carry; they are compared, in bf16, and left out.
+    copies: names of `frozen` that files of this family may carry; they are compared, in bf16, and left out. rename: a file's name -> ours.
     """
-    tensors = read_weights(path)
+    tensors = {rename(name): tensor for name, tensor in read_weights(path).items()}
     for name in copies:
         brought = tensors.pop(name, None)
         if brought is None or frozen is None:

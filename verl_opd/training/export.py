@@ -7,41 +7,66 @@ import os
 import shlex
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from verl_opd.drafts import files, get_family
+from verl_opd.drafts.readers import Use, without_nulls
 from verl_opd.errors import ConfigError
 from verl_opd.training.checkpoint import CheckpointStore, find_checkpoint
 
 
-def export_checkpoint(checkpoint: Path, out: Path, force: bool = False) -> Path:
-    """Copy the draft of `checkpoint` (or of a run directory: its best, else its latest) to `out`, whole or not at all.
+def export_checkpoint(checkpoint: Path, out: Path, force: bool = False, reader: str = "vllm") -> Path:
+    """Write the draft of `checkpoint` (or of a run directory: its best, else its latest) to `out`, as `reader` (drafts/readers.py) reads it, whole or
+    not at all.
 
-    What will be handed over is read back first: every tensor of the draft's own network, by name, shape and dtype, finite. ConfigError when
-    it is not that, or when `out` exists and `force` is not set. The checkpoint is never changed.
+    What will be handed over is read back first: every tensor of the draft's own network, by name, shape and dtype, finite and unchanged. ConfigError
+    when it is not that, when the reader does not read this family, or when `out` exists and `force` is not set. The checkpoint is never changed.
     """
     source = find_checkpoint(Path(checkpoint))
     if out.exists() and not force:
         raise ConfigError(f"--out {out} exists: choose another directory, or add --force to replace its {files.WEIGHTS} and {files.CONFIG}")
     if out.exists() and not (out.is_dir() and (not any(out.iterdir()) or (out / files.CONFIG).is_file())):
         raise ConfigError(f"--out {out} is not a draft directory and is left alone, --force or not")
-    missing = [name for name in (files.CONFIG, files.WEIGHTS) if not (source / "draft" / name).is_file()]
+    draft = source / "draft"
+    missing = [name for name in (files.CONFIG, files.WEIGHTS) if not (draft / name).is_file()]
     if missing:
         raise ConfigError(f"{source} holds no {' and no '.join(f'draft/{name}' for name in missing)}: use another checkpoint")
+    verify_draft(draft, _family_of(source), str(source))
+    identity = CheckpointStore.read_state(source)["identity"]
+    use = Use(identity["target"], identity["num_speculative_tokens"], _architectures(identity["target"]))
+    config, rename = get_family(identity["family"]).for_reader(files.read_config(str(draft)), reader, use)
+    config, tensors = without_nulls(config), {rename(name): tensor for name, tensor in files.read_weights(str(draft)).items()}
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
-        for name in (files.CONFIG, files.WEIGHTS):
-            shutil.copyfile(source / "draft" / name, temporary / name)
-        verify_draft(temporary, _family_of(source), str(source))
+        files.write_draft(tensors, config, temporary / "new")
+        _compare(temporary / "new", tensors, config)
         out.mkdir(exist_ok=True)
         for name in (files.WEIGHTS, files.CONFIG):
-            os.replace(temporary / name, out / name)
+            os.replace(temporary / "new" / name, out / name)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return out
+
+
+def _architectures(target: str) -> tuple[str, ...]:
+    """The target's classes, as its config.json names them; empty where the target is not on this machine."""
+    file = Path(target) / files.CONFIG
+    return tuple(json.loads(file.read_text()).get("architectures") or ()) if file.is_file() else ()
+
+
+def _compare(written: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+    """ConfigError unless the directory `written` holds exactly this."""
+    found = files.read_weights(str(written))
+    if found.keys() != tensors.keys() or any(not torch.equal(found[name], tensor) for name, tensor in tensors.items()):
+        raise ConfigError(f"what was written to {written} is not what was exported: is the disk in order?")
+    if files.read_config(str(written)) != json.loads(json.dumps(dict(config))):
+        raise ConfigError(f"{written / files.CONFIG} is not what was exported: is the disk in order?")
 
 
 def verify_draft(path: Path, family_name: str, where: str) -> None:
@@ -70,8 +95,15 @@ def serve_command(target_path: str, draft_path: str, num_speculative_tokens: int
     return f"vllm serve {shlex.quote(target_path)} --speculative-config {shlex.quote(speculative)}"
 
 
-def serve_line(checkpoint: Path, draft: Path) -> str:
-    """`serve_command` for a draft exported from `checkpoint`: its target, and all proposals of its block."""
+def serve_line(checkpoint: Path, draft: Path, reader: str = "vllm") -> str:
+    """The command that serves a draft exported from `checkpoint` for `reader`: with its target, and all proposals of its block."""
     identity = CheckpointStore.read_state(find_checkpoint(checkpoint))["identity"]
-    family = get_family(identity["family"])
-    return serve_command(identity["target"], str(draft), identity["num_speculative_tokens"], family.engine_method)
+    family, tokens = get_family(identity["family"]), identity["num_speculative_tokens"]
+    if reader == "speculators":
+        return f"vllm serve {shlex.quote(str(draft))}"
+    if reader == "sglang":
+        return (
+            f"python -m sglang.launch_server --model-path {shlex.quote(identity['target'])} --speculative-algorithm {family.engine_method.upper()} "
+            f"--speculative-draft-model-path {shlex.quote(str(draft))} --speculative-num-draft-tokens {tokens + 1}"
+        )
+    return serve_command(identity["target"], str(draft), tokens, family.engine_method)

@@ -8,9 +8,10 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from verl_opd.config.schema import DraftConfig
-from verl_opd.drafts import files
+from verl_opd.drafts import files, readers
+from verl_opd.drafts.readers import Use
 from verl_opd.errors import ConfigError
-from verl_opd.targets.layers import default_layer_ids
+from verl_opd.targets.layers import default_layer_ids, vllm_aux_layer_id
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _REQUIRED = (
@@ -193,3 +194,42 @@ def _check_supported(config: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"this DFlash draft has {', '.join(found)}, which training does not support: it would not replay what the engine drafts"
         )
+
+
+_OWN = ("architectures", "auto_map", "block_size", "dflash_config", "num_target_layers", "is_causal")
+
+
+def to_speculators(config: Mapping[str, Any], use: Use) -> dict[str, Any]:
+    """The same draft as a speculators file, whatever decides its attention written down."""
+    network = {key: value for key, value in config.items() if key not in _OWN}
+    window, causal = layer_attention(config)[0]
+    if window is not None:
+        layers = [_SLIDING] * config["num_hidden_layers"]
+        network |= {"sliding_window": window, "use_sliding_window": True, "layer_types": layers, "max_window_layers": 0}
+    own = {
+        "architectures": ["DFlashSpeculator"],
+        "block_size": int(dflash_key(config, "block_size")),
+        "mask_token_id": int(dflash_key(config, "mask_token_id")),
+        "aux_hidden_state_layer_ids": [vllm_aux_layer_id(i) for i in target_layer_ids(config)],
+        "draft_vocab_size": config["vocab_size"],
+        "sample_from_anchor": False,
+        "sliding_window_non_causal": not causal,
+    }
+    return readers.to_speculators("dflash", network, use, own)
+
+
+def from_speculators(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A public file's own layout; a speculators file in that layout, as vLLM reads it."""
+    parts = readers.speculators_parts(config, "dflash")
+    if parts is None:
+        return dict(config)
+    network, own = parts
+    if own.get("sample_from_anchor"):
+        raise ConfigError("this DFlash draft predicts from its anchor slot (sample_from_anchor), which training does not support")
+    inner = {
+        "mask_token_id": own.get("mask_token_id"),
+        "target_layer_ids": [int(i) - 1 for i in own.get("aux_hidden_state_layer_ids") or []],
+        "causal": not own.get("sliding_window_non_causal", True),
+    }
+    kept: dict[str, Any] = {key: own[key] for key in ("block_size", "draft_vocab_size", "target_hidden_size") if key in own}
+    return {**network, **kept, "architectures": ["DFlashDraftModel"], "dflash_config": inner}

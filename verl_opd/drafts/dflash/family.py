@@ -15,6 +15,7 @@ from verl_opd.drafts.dflash import config as dflash_config
 from verl_opd.drafts.dflash.model import DFlashDraft
 from verl_opd.drafts.dflash.replay import slot_positions, visibility
 from verl_opd.drafts.layers import masked_block_embeds, random_init
+from verl_opd.drafts.readers import Use
 from verl_opd.errors import ConfigError
 from verl_opd.opd.layout import Layout
 
@@ -35,7 +36,7 @@ class DFlash:
             raise ConfigError(
                 f"draft.path={path}: a separate mask embedding (mask_embedding.pt) is not supported; the target's row is used"
             )
-        return files.read_config(path)
+        return dflash_config.from_speculators(files.read_config(path))
 
     def check(
         self, config: Mapping[str, Any], target: PretrainedConfig, num_speculative_tokens: int, allow_block_size_mismatch: bool
@@ -80,6 +81,9 @@ class DFlash:
 
     def vocabulary(self, config: Mapping[str, Any], path: str | None) -> None:
         return None
+
+    def for_reader(self, config: Mapping[str, Any], reader: str, use: Use) -> tuple[dict[str, Any], Callable[[str], str]]:
+        return dflash_config.to_speculators(config, use) if reader == "speculators" else dict(config), str
 
     def save_pretrained(self, state: Mapping[str, Tensor], config: Mapping[str, Any], path: Path) -> None:
         files.write_draft(state, config, path)

@@ -8,7 +8,9 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from verl_opd.config.schema import DraftConfig
+from verl_opd.drafts import readers
 from verl_opd.drafts.dflash import config as dflash_config
+from verl_opd.drafts.readers import Use
 from verl_opd.errors import ConfigError
 
 ARCHITECTURE = "Qwen3DSparkModel"
@@ -63,3 +65,31 @@ def check(config: Mapping[str, Any], target: PretrainedConfig, num_speculative_t
         )
     # the engine queries exactly K slots, so a shorter block is a block of its own
     dflash_config.check({**as_dflash(config), "block_size": num_speculative_tokens + 1}, target, num_speculative_tokens, False)
+
+
+_HEADS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+
+
+def to_speculators(config: Mapping[str, Any], use: Use) -> dict[str, Any]:
+    """The same draft as a speculators file."""
+    backbone = {
+        key: value for key, value in config.items() if key not in (*_HEADS, "target_layer_ids", "mask_token_id", "sample_from_anchor")
+    }
+    whole = dflash_config.to_speculators({**as_dflash(config), "architectures": None}, use)
+    network = {key: value for key, value in whole["transformer_layer_config"].items() if key in backbone}
+    kept = {key: whole[key] for key in ("mask_token_id", "aux_hidden_state_layer_ids", "draft_vocab_size", "sliding_window_non_causal")}
+    own = {**kept, "architectures": [ARCHITECTURE], "block_size": config["block_size"], "sample_from_anchor": True}
+    return readers.to_speculators("dspark", network, use, own | {key: config[key] for key in _HEADS if key in config})
+
+
+def from_speculators(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A public file's own layout; a speculators file in that layout, as vLLM reads it."""
+    parts = readers.speculators_parts(config, "dspark")
+    if parts is None:
+        return dict(config)
+    network, own = parts
+    kept = {key: own[key] for key in (*_HEADS, "block_size", "mask_token_id", "target_hidden_size", "draft_vocab_size") if key in own}
+    ids = [int(i) - 1 for i in own.get("aux_hidden_state_layer_ids") or []]
+    anchored = bool(own.get("sample_from_anchor", False))
+    extra = {"target_layer_ids": ids, "sample_from_anchor": anchored, "dspark_bonus_anchor": not anchored}
+    return {**network, **kept, **extra, "architectures": [ARCHITECTURE]}

@@ -18,6 +18,8 @@ from verl_opd.drafts.dflash.replay import slot_positions, visibility
 from verl_opd.drafts.dspark import config as dspark_config
 from verl_opd.drafts.dspark.model import DSparkDraft
 from verl_opd.drafts.layers import masked_block_embeds, random_init
+from verl_opd.drafts.readers import Use
+from verl_opd.errors import ConfigError
 from verl_opd.opd.layout import Layout
 
 
@@ -33,7 +35,7 @@ class DSpark:
         return dspark_config.derive_config(target, draft, num_speculative_tokens)
 
     def load_config(self, path: str, target: PretrainedConfig | None = None) -> dict[str, Any]:
-        return files.read_config(path)
+        return dspark_config.from_speculators(files.read_config(path))
 
     def check(
         self, config: Mapping[str, Any], target: PretrainedConfig, num_speculative_tokens: int, allow_block_size_mismatch: bool
@@ -83,6 +85,11 @@ class DSpark:
 
     def vocabulary(self, config: Mapping[str, Any], path: str | None) -> None:
         return None
+
+    def for_reader(self, config: Mapping[str, Any], reader: str, use: Use) -> tuple[dict[str, Any], Callable[[str], str]]:
+        if reader == "sglang":
+            raise ConfigError("SGLang does not draft with DSpark: use --reader vllm or speculators")
+        return dspark_config.to_speculators(config, use) if reader == "speculators" else dict(config), str
 
     def save_pretrained(self, state: Mapping[str, Tensor], config: Mapping[str, Any], path: Path) -> None:
         files.write_draft(state, config, path)

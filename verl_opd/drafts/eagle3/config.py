@@ -8,7 +8,8 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from verl_opd.config.schema import DraftConfig
-from verl_opd.drafts import files
+from verl_opd.drafts import files, readers
+from verl_opd.drafts.readers import Use
 from verl_opd.errors import ConfigError
 from verl_opd.targets.layers import vllm_aux_layer_id
 
@@ -132,3 +133,40 @@ def _check_supported(config: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"this EAGLE-3 draft has {', '.join(wrong)}, which training does not support: it would not replay what the engine drafts"
         )
+
+
+_SWITCHES = ("norm_before_residual", "fc_norm", "norm_output")
+_OWN = (*_SWITCHES, "architectures", "num_target_layers", "num_aux_hidden_states", "draft_vocab_size", "target_hidden_size", "eagle_config")
+_IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+def to_speculators(config: Mapping[str, Any], use: Use) -> dict[str, Any]:
+    """The same draft as a speculators file, its switches written down: the file format has defaults of its own."""
+    network = {key: value for key, value in config.items() if key not in (*_OWN, _IDS)}
+    own = {
+        "architectures": ["Eagle3Speculator"],
+        _IDS: [vllm_aux_layer_id(i) for i in target_layer_ids(config)],
+        "draft_vocab_size": draft_vocab_size(config),
+        **{name: bool(config.get(name)) for name in _SWITCHES},
+        "norm_before_fc": False,
+    }
+    return readers.to_speculators("eagle3", network, use, own)
+
+
+def from_speculators(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A public file's own layout; a speculators file in that layout, as vLLM reads it."""
+    parts = readers.speculators_parts(config, "eagle3")
+    if parts is None:
+        return dict(config)
+    network, own = parts
+    kept = {
+        key: own[key] for key in (*_SWITCHES, "norm_before_fc", "draft_vocab_size", "target_hidden_size", _IDS) if own.get(key) is not None
+    }
+    kept.setdefault("norm_before_residual", True)  # the default of vLLM's reader (update_eagle3)
+    return {**network, **kept, "architectures": [ARCHITECTURE]}
+
+
+def to_sglang(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The same draft for SGLang, which reads layer ids from eagle_config and adds one itself."""
+    rest = {key: value for key, value in config.items() if key != _IDS}
+    return {**rest, "eagle_config": {"use_aux_hidden_state": True, _IDS: target_layer_ids(config)}}

@@ -16,14 +16,17 @@ from verl_opd.drafts.base import OwnHead, Vocabulary
 from verl_opd.drafts.eagle3 import config as eagle3_config
 from verl_opd.drafts.eagle3.model import Eagle3Draft
 from verl_opd.drafts.layers import random_init
+from verl_opd.drafts.readers import Use
 from verl_opd.errors import ConfigError
 from verl_opd.opd.layout import Layout
+
+_PUBLIC = "layers.0."  # what other files call the one layer
 
 
 class Eagle3:
     name = "eagle3"
     engine_method = "eagle3"
-    engine_names = (("layers.0.", "midlayer."),)
+    engine_names = ((_PUBLIC, "midlayer."),)
     has_own_head = True
     chained = True
     v2_runner = False
@@ -32,7 +35,7 @@ class Eagle3:
         return eagle3_config.derive_config(target, draft)
 
     def load_config(self, path: str, target: PretrainedConfig | None = None) -> dict[str, Any]:
-        config = files.read_config(path)
+        config = eagle3_config.from_speculators(files.read_config(path))
         if target is not None:  # public drafts leave the depth of their target to the engine
             config.setdefault("num_target_layers", target.num_hidden_layers)
         return config
@@ -57,7 +60,7 @@ class Eagle3:
         return draft
 
     def load_weights(self, draft: nn.Module, path: str, frozen: Mapping[str, Tensor] | None = None) -> None:
-        files.load_into(draft, path, frozen, ("embed_tokens.weight",))
+        files.load_into(draft, path, frozen, ("embed_tokens.weight",), lambda name: name.replace(_PUBLIC, "midlayer.", 1))
 
     def shard_units(self, draft: nn.Module) -> list[nn.Module]:
         return []  # one layer and its head: the root is the unit
@@ -95,6 +98,12 @@ class Eagle3:
                 f"draft.path={path}: draft_vocab_size={eagle3_config.draft_vocab_size(config)} needs the tensor d2t, which is missing"
             )
         return Vocabulary(d2t + torch.arange(len(d2t)))
+
+    def for_reader(self, config: Mapping[str, Any], reader: str, use: Use) -> tuple[dict[str, Any], Callable[[str], str]]:
+        """SGLang's older releases know the layer as midlayer only and skip other names without a word; speculators files call it layers.0."""
+        if reader == "speculators":
+            return eagle3_config.to_speculators(config, use), lambda name: name.replace("midlayer.", _PUBLIC, 1)
+        return eagle3_config.to_sglang(config) if reader == "sglang" else dict(config), str
 
     def save_pretrained(self, state: Mapping[str, Tensor], config: Mapping[str, Any], path: Path) -> None:
         files.write_draft(state, config, path)
