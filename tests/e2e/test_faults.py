@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import ROOT, command, environment, metrics_of, run
-from tests.e2e.test_loop import alive, descendants, wait_for
+from tests.e2e.test_loop import alive, descendants, shared_names, wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 
@@ -38,12 +38,6 @@ def processes(root: int, title: str) -> list[int]:
     return found
 
 
-def shared_names() -> set[str]:
-    """What drafts and engines keep in shared memory. (Named semaphores of 32 bytes may stay behind: engines make some after they have started.)"""
-    kinds = ("psm_", ".verl-opd-draft-")
-    return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(kinds)}
-
-
 def steps_of(folder: Path) -> list[int]:
     file = folder / "run" / "metrics.jsonl"
     return [row["training/global_step"] for row in metrics_of(folder) if "training/global_step" in row] if file.exists() else []
@@ -54,7 +48,7 @@ def test_a_run_survives_whatever_dies_and_stops_when_asked(tiny_llama_dir: Path,
     arguments = command(
         tiny_llama_dir, folder, *overrides, "trainer.val_before_train=false", "data.val_files={}", "trainer.total_epochs=999"
     )
-    log, before = folder / "log", shared_names()
+    log, before, store = folder / "log", shared_names(), folder / "run" / "checkpoints"
     with log.open("w") as output:
         process = subprocess.Popen(arguments, cwd=ROOT, env=environment(), stdout=output, stderr=output)
     try:
@@ -64,6 +58,8 @@ def test_a_run_survives_whatever_dies_and_stops_when_asked(tiny_llama_dir: Path,
             victims = processes(process.pid, title)
             assert victims, f"no process is called {title}: {log.read_text()[-1000:]}"
             told, reached = log.read_text().count("starting again"), max(steps_of(folder))
+            if title == "ray::TrainRank":
+                wait_for(lambda: list(store.glob(".tmp-step_*")), 60, "a checkpoint that is being written", 0.002)
             os.kill(victims[0], number)
             wait_for(
                 lambda told=told, reached=reached: (
@@ -91,7 +87,7 @@ def test_a_run_survives_whatever_dies_and_stops_when_asked(tiny_llama_dir: Path,
 
     done = steps_of(folder)
     assert set(done) == set(range(1, max(done) + 1)), "no step is missing"
-    state = json.loads((folder / "run" / "checkpoints" / "latest" / "state.json").read_text())
+    state = json.loads((store / "latest" / "state.json").read_text())
     assert state["progress"]["opd_step"] == max(done)
     rows = metrics_of(folder)
     assert sum(row.get("actor/skipped_steps", 0) for row in rows) == 0

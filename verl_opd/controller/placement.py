@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -22,11 +21,10 @@ _BUNDLE_CPUS = 1.0
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one student worker or teacher server lives: its bundle, its node's address, a port free there, and its share of that node's cores."""
+    """Where one student worker or teacher server lives: its bundle, its node's address, and its share of that node's cores."""
 
     index: int
     node_ip: str
-    port: int
     cores: tuple[int, ...]
 
 
@@ -159,18 +157,15 @@ def _slots(bundles: Sequence[tuple[PlacementGroup, int]]) -> list[Slot]:
         _probe_node.options(num_cpus=_BUNDLE_CPUS / 2, scheduling_strategy=PlacementGroupSchedulingStrategy(group, index)).remote()
         for group, index in bundles
     ]
-    nodes: list[tuple[str, int, list[int]]] = ray.get(probes)
+    nodes: list[tuple[str, list[int]]] = ray.get(probes)
     slots = []
-    for index, (node_ip, port, cores) in enumerate(nodes):
-        mates = [i for i, (other, _, _) in enumerate(nodes) if other == node_ip]
+    for index, (node_ip, cores) in enumerate(nodes):
+        mates = [i for i, (other, _) in enumerate(nodes) if other == node_ip]
         share = split_cores(cores, len(mates))[mates.index(index)]
-        slots.append(Slot(index, node_ip, port, tuple(share)))
+        slots.append(Slot(index, node_ip, tuple(share)))
     return slots
 
 
 @ray.remote
-def _probe_node() -> tuple[str, int, list[int]]:
-    with socket.socket() as probe:
-        probe.bind(("", 0))  # the kernel names a free port
-        port = int(probe.getsockname()[1])
-    return ray.util.get_node_ip_address(), port, available_cores()
+def _probe_node() -> tuple[str, list[int]]:
+    return ray.util.get_node_ip_address(), available_cores()

@@ -38,10 +38,10 @@ class Trainers:
 
     def __init__(self, cfg: Config, draft_config: dict[str, Any], placement: Placement, logs: Path) -> None:
         world = len(placement.slots)
-        first = placement.slots[0]
+        self._address = placement.slots[0].node_ip
         self._ranks = [
             TrainWorker.options(**placement.actor_options(slot.index)).remote(
-                cfg, draft_config, slot.index, world, first.node_ip, first.port, slot.cores, str(logs / f"train_{slot.index}.log")
+                cfg, draft_config, slot.index, world, slot.cores, str(logs / f"train_{slot.index}.log")
             )
             for slot in placement.slots
         ]
@@ -50,7 +50,8 @@ class Trainers:
     def init(self) -> list[dict[str, Any]]:
         """Build models and optimiser on every rank; per-rank facts (parameter counts, dtypes)."""
         try:
-            reports: list[dict[str, Any]] = self._all("init")
+            port = ray.get(self._ranks[0].open_store.remote(self._address))
+            reports: list[dict[str, Any]] = self._all("init", self._address, port)
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, ConfigError):  # a draft or target that does not load: the user's to fix, without a remote traceback
                 raise error.cause from None

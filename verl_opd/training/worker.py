@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -17,6 +18,8 @@ from verl_opd.opd.metrics import StepMetrics
 from verl_opd.opd.plan import TrainItem
 from verl_opd.process import redirect_output
 
+_PATIENCE = timedelta(minutes=30)
+
 
 class TrainRank:
     """One FSDP rank in a process of its own; methods as in DraftTrainer, each a collective over all ranks."""
@@ -27,14 +30,12 @@ class TrainRank:
         draft_config: dict[str, Any],
         rank: int,
         world_size: int,
-        master_addr: str,
-        master_port: int,
         cores: Sequence[int],
         log_path: str,
     ) -> None:
         redirect_output(log_path)
         self._cfg, self._draft_config, self._rank, self._world = cfg, draft_config, rank, world_size
-        os.environ.update(MASTER_ADDR=master_addr, MASTER_PORT=str(master_port), RANK=str(rank), WORLD_SIZE=str(world_size))
+        self._store: Any = None
         self._device = resolve_device(cfg.trainer.device)
         threads = cfg.training.num_threads or len(cores) or 1
         os.environ["OMP_NUM_THREADS"] = str(threads)
@@ -44,13 +45,28 @@ class TrainRank:
 
         torch.set_num_threads(threads)
 
-    def init(self) -> dict[str, Any]:
-        """Join the process group and build models and optimiser; returns parameter counts."""
+    def open_store(self, address: str) -> int:
+        """Listen on `address`, of this node, for the store through which the ranks meet; its port. Only on rank 0.
+
+        The port is bound before anybody hears of it, so no other process can take it in between.
+        """
+        from torch.distributed import TCPStore
+
+        listener = socket.create_server((address, 0), backlog=self._world)
+        port = int(listener.getsockname()[1])
+        self._store = TCPStore(address, port, self._world, True, _PATIENCE, wait_for_workers=False, master_listen_fd=listener.detach())
+        return port
+
+    def init(self, address: str, port: int) -> dict[str, Any]:
+        """Join the process group of the store at `address` and build models and optimiser; returns parameter counts."""
         import torch.distributed as dist
 
         from verl_opd.training.step import DraftTrainer
 
-        dist.init_process_group(process_group_backend(self._device.name), timeout=timedelta(minutes=30))
+        if self._store is None:
+            self._store = dist.TCPStore(address, port, self._world, False, _PATIENCE)
+        backend = process_group_backend(self._device.name)
+        dist.init_process_group(backend, store=self._store, rank=self._rank, world_size=self._world, timeout=_PATIENCE)
         self._trainer = DraftTrainer(self._cfg, self._draft_config, self._rank, self._world, self._device.name)
         return {"draft_parameters": sum(parameter.numel() for parameter in self._trainer.draft.parameters())}
 
