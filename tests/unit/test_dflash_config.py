@@ -238,3 +238,17 @@ def test_attention_of_a_layer_is_resolved_as_in_the_engine(change: dict[str, Any
     config = {**config, **change, "dflash_config": inner}
     FAMILY.check(config, target_config(LlamaConfig), 3, False)
     assert layer_attention(config) == [expected] * 2
+
+
+def test_a_trained_draft_goes_on_in_shorter_blocks_and_never_in_longer_ones() -> None:
+    config = dict(QWEN3_4B_DFLASH)
+    shorter = FAMILY.with_block(config, 8)
+    assert FAMILY.block_size(shorter, 7) == 8
+    assert {key: value for key, value in shorter.items() if key != "block_size"} == {k: v for k, v in config.items() if k != "block_size"}
+    nested = {**config, "dflash_config": {**config["dflash_config"], "block_size": 16}}
+    assert FAMILY.block_size(FAMILY.with_block(nested, 8), 7) == 8
+    with pytest.raises(ConfigError, match=r"draft\.block_size=17 is longer than the 16 slots"):
+        FAMILY.with_block(config, 17)
+    for other in ("eagle3", "dspark"):
+        with pytest.raises(ConfigError, match=r"as long as rollout\.num_speculative_tokens"):
+            get_family(other).with_block({}, 8)

@@ -26,7 +26,8 @@ class DraftConfig:
     family: str = "dflash"  # dflash | eagle3 | dspark (accelerators only)
     path: str | None = None  # HF-format draft directory to start from; null = random initialisation
     num_hidden_layers: int | None = None  # null = 2 for dflash, 1 for eagle3 (which has no other)
-    block_size: int | None = None  # B: 1 anchor + B-1 proposals; null = rollout.num_speculative_tokens + 1
+    # B: 1 anchor + B-1 proposals; null = that of draft.path, else rollout.num_speculative_tokens + 1. A trained dflash draft may be given shorter blocks
+    block_size: int | None = None
     mask_token_id: int | None = None  # dflash: a real, unused embedding row; required with random initialisation
     target_layer_ids: list[int] | None = None  # 0-based target decoder layers whose output feeds the draft; null = evenly spread
     num_target_features: int = 5  # dflash: how many layers to spread when target_layer_ids is null; eagle3 reads three

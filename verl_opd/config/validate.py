@@ -217,7 +217,7 @@ def _check_files(cfg: Config) -> None:
 
 
 def _check_draft(cfg: Config) -> None:
-    """Block size against the number of proposals. With draft.path the block size comes from there and is checked when it is read."""
+    """Block size against the number of proposals. Without the key, that of draft.path is checked when it is read."""
     draft, tokens = cfg.draft, cfg.rollout.num_speculative_tokens
     size = draft.block_size
     if size is not None and tokens > size - 1:

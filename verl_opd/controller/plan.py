@@ -105,6 +105,8 @@ def prepare(cfg: Config) -> Plan:
     if cfg.draft.path is not None:
         cfg.draft.path = local_directory(cfg.draft.path)
         draft_config = family.load_config(cfg.draft.path, target_config)
+        if cfg.draft.block_size is not None:
+            draft_config = family.with_block(draft_config, cfg.draft.block_size)
     else:
         draft_config = family.derive_config(target_config, cfg.draft, tokens)
     family.check(draft_config, target_config, tokens, cfg.draft.allow_block_size_mismatch)

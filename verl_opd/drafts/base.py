@@ -74,6 +74,10 @@ class DraftFamily(Protocol):
         """B: the anchor and the proposals of one block."""
         ...
 
+    def with_block(self, config: Mapping[str, Any], size: int) -> dict[str, Any]:
+        """`config` of a trained draft that is to draft, and learn, in blocks of `size` from now on; ConfigError when it cannot."""
+        ...
+
     def build(self, config: Mapping[str, Any], *, seed: int, init_std: float) -> nn.Module:
         """The draft with random float32 weights; its state_dict names are the public checkpoint names."""
         ...

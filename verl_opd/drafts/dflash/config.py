@@ -158,8 +158,9 @@ def _check_block(block: int, num_speculative_tokens: int, allow_mismatch: bool) 
         )
     if num_speculative_tokens != block - 1 and not allow_mismatch:
         raise ConfigError(
-            f"draft.block_size={block} differs from rollout.num_speculative_tokens + 1 = {num_speculative_tokens + 1}: replayed blocks would not be "
-            f"the drafted ones; set rollout.num_speculative_tokens={block - 1}, or draft.allow_block_size_mismatch=true"
+            f"draft.block_size={block} differs from rollout.num_speculative_tokens + 1 = {num_speculative_tokens + 1}: replayed blocks would not be the "
+            f"drafted ones; set rollout.num_speculative_tokens={block - 1}, or draft.block_size={num_speculative_tokens + 1} to go on in "
+            "shorter blocks, or draft.allow_block_size_mismatch=true"
         )
 
 
@@ -194,6 +195,17 @@ def _check_supported(config: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"this DFlash draft has {', '.join(found)}, which training does not support: it would not replay what the engine drafts"
         )
+
+
+def with_block(config: Mapping[str, Any], size: int) -> dict[str, Any]:
+    """The same draft in shorter blocks: a slot sees those of its own block, so their number is part of what is learned."""
+    trained = int(dflash_key(config, "block_size"))
+    if size > trained:
+        raise ConfigError(
+            f"draft.block_size={size} is longer than the {trained} slots that this draft was trained with: use at most {trained}"
+        )
+    inner = {key: value for key, value in (config.get("dflash_config") or {}).items() if key != "block_size"}
+    return {**config, "block_size": size, "dflash_config": inner}
 
 
 _OWN = ("architectures", "auto_map", "block_size", "dflash_config", "num_target_layers", "is_causal")

@@ -52,6 +52,9 @@ class DFlash:
     def block_size(self, config: Mapping[str, Any], num_speculative_tokens: int) -> int:
         return int(dflash_config.dflash_key(config, "block_size"))
 
+    def with_block(self, config: Mapping[str, Any], size: int) -> dict[str, Any]:
+        return dflash_config.with_block(config, size)
+
     def build(self, config: Mapping[str, Any], *, seed: int, init_std: float) -> nn.Module:
         draft = DFlashDraft(config)
         random_init(draft, seed, init_std)

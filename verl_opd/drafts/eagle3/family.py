@@ -54,6 +54,11 @@ class Eagle3:
     def block_size(self, config: Mapping[str, Any], num_speculative_tokens: int) -> int:
         return num_speculative_tokens + 1
 
+    def with_block(self, config: Mapping[str, Any], size: int) -> dict[str, Any]:
+        raise ConfigError(
+            f"draft.block_size={size}: blocks of this family are as long as rollout.num_speculative_tokens; leave the key out"
+        )
+
     def build(self, config: Mapping[str, Any], *, seed: int, init_std: float) -> nn.Module:
         draft = Eagle3Draft(config)
         random_init(draft, seed, init_std)
