@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,12 +13,13 @@ from typing import Any
 
 import torch
 
+from verl_opd.config.npu import check_npu
 from verl_opd.config.schema import Config
 from verl_opd.config.teacher import teacher_models
 from verl_opd.controller.updates import Reward
 from verl_opd.data.conversations import ConversationReport, load_conversations
 from verl_opd.data.prompts import DataReport, Prompt, load_prompts
-from verl_opd.devices import Device, resolve_device
+from verl_opd.devices import Device, check_isolation, resolve_device
 from verl_opd.drafts import get_family
 from verl_opd.drafts.base import Vocabulary
 from verl_opd.drafts.files import local_directory
@@ -96,6 +98,9 @@ def prepare(cfg: Config) -> Plan:
     except (OSError, ValueError) as error:
         raise ConfigError(f"target.path={cfg.target.path} cannot be read: {error}") from error
     check_target_supported(target_config)
+    check_isolation(device, os.environ)
+    if device.name == "npu":
+        check_npu(cfg, target_config.num_hidden_layers, os.environ)
 
     family, tokens = get_family(cfg.draft.family), cfg.rollout.num_speculative_tokens
     if family.v2_runner and device.name == "cpu":

@@ -40,7 +40,7 @@ class Trainers:
         world = len(placement.slots)
         self._address = placement.slots[0].node_ip
         self._ranks = [
-            TrainWorker.options(**placement.actor_options(slot.index)).remote(
+            TrainWorker.options(**placement.actor_options(slot.index, "trainer")).remote(
                 cfg, draft_config, slot.index, world, slot.cores, str(logs / f"train_{slot.index}.log")
             )
             for slot in placement.slots

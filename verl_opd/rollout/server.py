@@ -101,8 +101,6 @@ def engine_environment(settings: EngineHost) -> dict[str, str | None]:
         env["VLLM_CPU_KVCACHE_SPACE"] = str(settings.kv_cache_gb or 1)
         if settings.cpu_cores:
             env["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, settings.cpu_cores))
-    if settings.device == "npu":
-        env["VLLM_ASCEND_ENABLE_NZ"] = "0"
     return env
 
 

@@ -1,0 +1,85 @@
+"""What an NPU cannot do is refused before anything starts, with the numbers and what to set instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from verl_opd.config.npu import check_npu
+from verl_opd.config.schema import Config
+from verl_opd.devices import DEVICES, actor_environment, check_isolation
+from verl_opd.errors import ConfigError
+
+LAYERS = 36
+PIECEWISE = {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [8, 16, 32, 64]}
+
+
+def config(tokens: int = 7, seqs: int = 64, eager: bool = False, **engine: Any) -> Config:
+    cfg = Config()
+    cfg.rollout.num_speculative_tokens, cfg.rollout.max_num_seqs, cfg.rollout.enforce_eager = tokens, seqs, eager
+    cfg.rollout.engine_kwargs = engine
+    return cfg
+
+
+@pytest.mark.parametrize(
+    ("cfg", "environ"),
+    [
+        (config(compilation_config=PIECEWISE), {}),
+        (
+            config(compilation_config='{"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [8, 16, 32, 64]}'),
+            {"TASK_QUEUE_ENABLE": "1"},
+        ),
+        (
+            config(compilation_config={"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [8, 16, 64]}),
+            {"VLLM_PLUGINS": "x,ascend"},
+        ),
+        (config(compilation_config={"cudagraph_mode": "FULL_DECODE_ONLY"}), {"VLLM_ASCEND_ENABLE_NZ": "0"}),
+        (config(15, 128, True), {"TASK_QUEUE_ENABLE": "2", "ASCEND_LAUNCH_BLOCKING": "1"}),
+        (config(15, 256, True, max_num_batched_tokens=16384, additional_config={"weight_nz_mode": 0}), {}),
+    ],
+)
+def test_what_works_passes(cfg: Config, environ: dict[str, str]) -> None:
+    check_npu(cfg, LAYERS, environ)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "environ", "reason"),
+    [
+        (config(16, 8, True), {}, r"num_speculative_tokens=16 .*1 \+ K = 17 query tokens, its attention kernel takes 16; use at most 15"),
+        (
+            config(7, 257, True),
+            {},
+            r"max_num_seqs=257 x \(1 \+ K\) = 2056 tokens exceed rollout\.engine_kwargs\.max_num_batched_tokens=2048",
+        ),
+        (config(), {}, r"35 captured sizes x 36 pieces need about 1260 streams; .* some 900 \(error 207005"),
+        (config(compilation_config={**PIECEWISE, "cudagraph_capture_sizes": list(range(8, 248, 8))}), {}, "30 captured sizes x 36 pieces"),
+        (
+            config(compilation_config={"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [4, 8, 12]}),
+            {},
+            r"multiples of 1 \+ K = 8; \[4, 12\] are not",
+        ),
+        (config(compilation_config="{"), {}, "is not valid JSON"),
+        (config(compilation_config=PIECEWISE), {"TASK_QUEUE_ENABLE": "2"}, r"TASK_QUEUE_ENABLE=2 .* use 1, or set rollout\.enforce_eager"),
+        (config(compilation_config=PIECEWISE), {"ASCEND_LAUNCH_BLOCKING": "1"}, "ASCEND_LAUNCH_BLOCKING=1 .* unset it"),
+        (config(eager=True), {"VLLM_ASCEND_ENABLE_NZ": "1"}, "VLLM_ASCEND_ENABLE_NZ=1 .* engines that sleep need 0"),
+        (config(eager=True), {"VLLM_PLUGINS": "mine"}, "VLLM_PLUGINS=mine .* add ascend"),
+        (config(eager=True, additional_config='{"weight_nz_mode": 2}'), {}, "weight_nz_mode=2: engines that sleep need 0"),
+    ],
+)
+def test_what_does_not_is_named_with_its_remedy(cfg: Config, environ: dict[str, str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        check_npu(cfg, LAYERS, environ)
+
+
+def test_rays_mask_of_devices_must_not_be_switched_off() -> None:
+    check_isolation(DEVICES["npu"], {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"})
+    check_isolation(DEVICES["cpu"], {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"})
+    with pytest.raises(ConfigError, match="RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES=1 keeps Ray from giving every worker a npu"):
+        check_isolation(DEVICES["npu"], {"RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1"})
+
+
+def test_only_an_npu_needs_variables() -> None:
+    for name in ("cpu", "cuda"):
+        assert actor_environment(DEVICES[name], "trainer", {}) == actor_environment(DEVICES[name], "engine", {}) == {}
+    assert DEVICES["npu"].process_group_backend == "cpu:gloo,npu:hccl"
