@@ -13,7 +13,7 @@ from verl_opd.controller.phases import Phase, PhaseMachine
 from verl_opd.controller.placement import Placement, driver_options
 from verl_opd.data.prompts import Prompt
 from verl_opd.drafts.snapshot import DraftSnapshot
-from verl_opd.errors import RolloutError, WeightSyncError
+from verl_opd.errors import RolloutError, WeightSyncError, WorkerDied
 from verl_opd.opd.trace import RolloutSample
 from verl_opd.rollout.agent_loop import AgentLoopWorker, SampleFailure
 from verl_opd.rollout.router import RouterActor
@@ -164,7 +164,10 @@ class Fleet:
         return engines + [f"teacher {index} is lost ({why})" for index, server in enumerate(self._teachers) if (why := ailment(server))]
 
     def heal(self) -> bool:
-        """Start every server again that no longer answers or says it cannot go on; whether there was one. WorkerDied when restarts are used up."""
+        """Start every server again that no longer answers or says it cannot go on; whether there was one. WorkerDied when restarts are used
+        up, or a whole node is lost."""
+        if lost := self._placement.lost_nodes():  # with the trainer ranks that lived there
+            raise WorkerDied(f"node {', '.join(lost)} is lost")
         sick = {index: reason for index, server in enumerate(self.servers) if (reason := ailment(server))}
         for index, reason in sick.items():
             self._restarts.spend(f"engine {index} is lost ({reason})")

@@ -21,9 +21,10 @@ _BUNDLE_CPUS = 1.0
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one student worker or teacher server lives: its bundle, its node's address, and its share of that node's cores."""
+    """Where one student worker or teacher server lives: its bundle, its Ray node and that node's address, and its share of that machine's cores."""
 
     index: int
+    node_id: str
     node_ip: str
     cores: tuple[int, ...]
 
@@ -46,6 +47,11 @@ class Placement:
     def on_this_node(self) -> bool:
         """Whether every student worker shares the driver's node."""
         return {slot.node_ip for slot in self.slots} == {ray.util.get_node_ip_address()}
+
+    def lost_nodes(self) -> list[str]:
+        """Addresses of nodes that held a part of this run and are gone."""
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        return sorted({slot.node_ip for slot in (*self.slots, *self.teacher_slots) if slot.node_id not in alive})
 
     def actor_options(self, index: int, role: str) -> dict[str, Any]:
         """Options for one of the two actors that share bundle `index`: the trainer rank (role "trainer") and the rollout server ("engine")."""
@@ -121,7 +127,7 @@ def place(cfg: Config, device: Device, teachers: int = 0, timeout: float = 60.0)
             groups.append(_reserve(bundle, teachers, timeout))
         everyone = _slots([(group, index) for group in groups for index in range(group.bundle_count)])
         slots, teacher_slots = everyone[:workers], [replace(slot, index=index) for index, slot in enumerate(everyone[workers:])]
-        nodes = len({slot.node_ip for slot in slots})
+        nodes = len({slot.node_id for slot in slots})
         if cfg.trainer.nnodes > 1 and nodes != cfg.trainer.nnodes:
             raise ConfigError(
                 f"trainer.nnodes={cfg.trainer.nnodes}, but Ray placed the student workers on {nodes} node(s): correct the number"
@@ -159,15 +165,15 @@ def _slots(bundles: Sequence[tuple[PlacementGroup, int]]) -> list[Slot]:
         _probe_node.options(num_cpus=_BUNDLE_CPUS / 2, scheduling_strategy=PlacementGroupSchedulingStrategy(group, index)).remote()
         for group, index in bundles
     ]
-    nodes: list[tuple[str, list[int]]] = ray.get(probes)
+    nodes: list[tuple[str, str, list[int]]] = ray.get(probes)
     slots = []
-    for index, (node_ip, cores) in enumerate(nodes):
-        mates = [i for i, (other, _) in enumerate(nodes) if other == node_ip]
+    for index, (node_id, node_ip, cores) in enumerate(nodes):
+        mates = [i for i, (_, other, _) in enumerate(nodes) if other == node_ip]
         share = split_cores(cores, len(mates))[mates.index(index)]
-        slots.append(Slot(index, node_ip, tuple(share)))
+        slots.append(Slot(index, node_id, node_ip, tuple(share)))
     return slots
 
 
 @ray.remote
-def _probe_node() -> tuple[str, list[int]]:
-    return ray.util.get_node_ip_address(), available_cores()
+def _probe_node() -> tuple[str, str, list[int]]:
+    return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), available_cores()

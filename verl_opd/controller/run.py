@@ -176,10 +176,18 @@ def train(cfg: Config, argv: list[str]) -> None:
                         raise
                     restarts.spend(str(error))
                     checkpoint = resolve_resume("auto", None, store, console.say) if store.committed else first
+                except ConfigError as error:  # what was there at first is not there any more, such as a node
+                    if restarts.left == restarts.allowed:
+                        raise
+                    raise WorkerDied(f"cannot start again: {error}\n{_continue(store, argv)}") from error
                 except Stopped:
-                    console.say(f"stopped; the newest checkpoint is {store.latest()}; continue with:\n{shlex.join(continuing(argv))}")
+                    console.say(f"stopped; {_continue(store, argv)}")
                     return
     print_summary(console, run.root)
+
+
+def _continue(store: CheckpointStore, argv: Sequence[str]) -> str:
+    return f"the newest checkpoint is {store.latest()}; continue with:\n{shlex.join(continuing(argv))}"
 
 
 def continuing(argv: Sequence[str]) -> list[str]:
