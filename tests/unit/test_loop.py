@@ -110,3 +110,28 @@ def test_engines_sleep_only_before_an_update(accumulate: int, steps: int, sleeps
     assert actions.count("rollout") == steps
     assert actions[-3:] == ["sleep", "update", "sync"]
     assert "sleep,rollout" not in ",".join(actions)
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_a_step_is_logged_before_a_checkpoint_holds_it(measured: bool):
+    """A process that dies while a checkpoint is written must not take a step's measurements along: the step would never run again."""
+    actions: list[str] = []
+    cfg = Config()
+    cfg.trainer.save_freq, cfg.trainer.test_freq = 2, 4 if measured else -1
+    loop = SimpleNamespace(
+        cfg=cfg,
+        progress=Progress(opd_step=4),
+        loader=SimpleNamespace(epoch=0),
+        failed_saves=0,
+        dropped=0,
+        fleet=SimpleNamespace(recorder_metrics=dict),
+        clock=SimpleNamespace(lap=dict),
+        facts={},
+        trackers=SimpleNamespace(log=lambda step, metrics: actions.append("log")),
+        cases=SimpleNamespace(write=lambda step, shown: None),
+        diagnosis=SimpleNamespace(look=lambda metrics: []),
+        _validate=lambda: actions.append("validate") or [SimpleNamespace(tau=1.5, metrics=dict)],
+        _save=lambda tau: actions.append(f"save {tau}"),
+    )
+    Loop._finish_step(loop, SimpleNamespace(advance=lambda metrics: None), [], SimpleNamespace())  # type: ignore[arg-type]
+    assert actions == (["validate", "log", "save 1.5"] if measured else ["log", "save None"])

@@ -227,10 +227,14 @@ class Fleet:
     def recorder_metrics(self) -> dict[str, float]:
         """What the recorders counted since the engines started, added up over replicas, and how often something died; a broken trace is one that does
         not explain its response."""
-        stats = ray.get([server.recorder_stats.remote() for server in self.servers])
-        names = ("steps", "errors", "expired", "broken_traces")
-        seen = {f"opd/recorder/{name}": float(sum(entry[name] for entry in stats)) for name in names}
-        return {**seen, **{f"rollout/{name}": float(count) for name, count in self.counts.items()}}
+        names, counted = ("steps", "errors", "expired", "broken_traces"), dict[str, float]()
+        try:
+            stats = ray.get([server.recorder_stats.remote() for server in self.servers])
+        except (ray.exceptions.RayError, RolloutError):
+            self._say("an engine does not answer; it is looked after at the next rollout")
+        else:
+            counted = {f"opd/recorder/{name}": float(sum(entry[name] for entry in stats)) for name in names}
+        return {**counted, **{f"rollout/{name}": float(count) for name, count in self.counts.items()}}
 
     def _advance(self, action: str) -> None:
         for phase in self.phases:

@@ -287,16 +287,15 @@ class Loop:
             raise Stopped
 
     def _finish_step(self, bar: Phase, parts: list[StepMetrics], shown: RolloutSample, rollouts: int = 1) -> None:
-        """Validate and save when due, then log the step, of `rollouts` rollout steps, once under the raw step number; `shown` goes to cases.log."""
+        """Validate when due, log the step, of `rollouts` rollout steps, once under the raw step number, then save when due: a step that a checkpoint
+        holds has been logged. `shown` goes to cases.log."""
         step, trainer = self.progress.global_step, self.cfg.trainer
+        results: list[BenchmarkResult] = []
         extra: dict[str, float] = {}
         if self.progress.opd_step and due(trainer.test_freq, self.progress.opd_step, rollouts):
             results = self._validate()
             for result in results:
                 extra.update(result.metrics())
-            self._save(tau=mean_tau(results))
-        if due(trainer.save_freq, step, rollouts):
-            self._save()
         report = self.progress.sync
         extra.update(
             {
@@ -319,6 +318,8 @@ class Loop:
         self.trackers.log(step, metrics)
         self.cases.write(step, shown)
         bar.advance(metrics)
+        if results or due(trainer.save_freq, step, rollouts):
+            self._save(tau=mean_tau(results))
         if self.progress.opd_step:
             facts = {**self.facts, "checksum in engine": report.checksum}
             for symptom in self.diagnosis.look(metrics):
