@@ -1,4 +1,4 @@
-# Sourced by the launchers beside it: from environment variables to overrides, and from there to `verl-opd`. Kills nothing, holds no path.
+# Sourced by the launchers beside it: from environment variables to overrides, and from there to `verl-opd`. Ends nothing, holds no path.
 #
 #   DRY_RUN=1      print resolved configuration, environment and placement, and stop
 #   PYTHON=...     interpreter that has verl-opd (default: .venv of this checkout, else python3)
@@ -69,9 +69,7 @@ launch() {
     launch_overrides
     local command=("${python:-python3}" -m verl_opd.cli)
     if [[ ${DRY_RUN:-0} == 1 ]]; then
-        "${command[@]}" train "$recipe" "${overrides[@]}" "$@" --cfg job
-        "${command[@]}" plan "$recipe" "${overrides[@]}" "$@"
-        return
+        exec "${command[@]}" plan "$recipe" "${overrides[@]}" "$@"
     fi
     exec "${command[@]}" train "$recipe" "${overrides[@]}" "$@"
 }

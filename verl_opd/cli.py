@@ -14,6 +14,7 @@ _RECIPE_VERBS = {
     "train": "train a draft on the states it meets while the target verifies it",
     "eval": "measure held-out accept length of draft.path in the engine",
     "bench": "measure what recording and draft pushes cost",
+    "plan": "show where everything would run and how much memory it takes, without starting anything",
     "doctor": "check versions, devices, memory, disk, models and data before a long run does",
 }
 _OVERRIDES = """\
@@ -86,6 +87,10 @@ def _run_recipe(verb: str, recipe: str, overrides: list[str], print_only: bool, 
         from verl_opd.controller.run import evaluate
 
         evaluate(cfg, command)
+    elif verb == "plan":
+        from verl_opd.controller.capacity import plan
+
+        plan(cfg)
     else:
         from verl_opd.controller.bench import run
 

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
 from verl_opd.config.npu import check_npu
 from verl_opd.config.schema import Config
@@ -102,19 +103,12 @@ def prepare(cfg: Config) -> Plan:
     if device.name == "npu":
         check_npu(cfg, target_config.num_hidden_layers, os.environ)
 
-    family, tokens = get_family(cfg.draft.family), cfg.rollout.num_speculative_tokens
+    family = get_family(cfg.draft.family)
     if family.v2_runner and device.name == "cpu":
         raise ConfigError(
             f"draft.family={family.name} is drafted with by vLLM's V2 model runner only, which does not run on a CPU: use an accelerator, or dflash or eagle3"
         )
-    if cfg.draft.path is not None:
-        cfg.draft.path = local_directory(cfg.draft.path)
-        draft_config = family.load_config(cfg.draft.path, target_config)
-        if cfg.draft.block_size is not None:
-            draft_config = family.with_block(draft_config, cfg.draft.block_size)
-    else:
-        draft_config = family.derive_config(target_config, cfg.draft, tokens)
-    family.check(draft_config, target_config, tokens, cfg.draft.allow_block_size_mismatch)
+    draft_config = draft_config_of(cfg, target_config)
     trained_with, now = draft_config.get(_ORIGIN, {}), {"apply_chat_template_kwargs": dict(cfg.data.apply_chat_template_kwargs)}
     notes = [] if not trained_with or trained_with == now else [f"this draft was trained with {trained_with}, this run uses {now}"]
     draft_config = {**draft_config, _ORIGIN: now}
@@ -162,6 +156,20 @@ def prepare(cfg: Config) -> Plan:
         teachers,
         notes,
     )
+
+
+def draft_config_of(cfg: Config, target: PretrainedConfig) -> dict[str, Any]:
+    """config.json of the draft that `cfg` describes, checked against `target`; a hub id in draft.path becomes a local directory."""
+    family, tokens = get_family(cfg.draft.family), cfg.rollout.num_speculative_tokens
+    if cfg.draft.path is not None:
+        cfg.draft.path = local_directory(cfg.draft.path)
+        config = family.load_config(cfg.draft.path, target)
+        if cfg.draft.block_size is not None:
+            config = family.with_block(config, cfg.draft.block_size)
+    else:
+        config = family.derive_config(target, cfg.draft, tokens)
+    family.check(config, target, tokens, cfg.draft.allow_block_size_mismatch)
+    return config
 
 
 def load_reward(name: str) -> Reward:
