@@ -150,7 +150,7 @@ def detect(environ: Mapping[str, str], root: Path = Path("/")) -> Machine:
     return Machine(
         packages=packages,
         python=platform.python_version(),
-        vllm=environ.get("VLLM_VERSION", packages["vllm"]) if "vllm" in packages else None,
+        vllm=(environ.get("VLLM_VERSION") or packages["vllm"]) if "vllm" in packages else None,
         cann=_cann_version(environ, root),
         npu_smi=shutil.which("npu-smi", path=path) is not None,
         nvidia_smi=shutil.which("nvidia-smi", path=path) is not None,
@@ -464,6 +464,8 @@ def _check(options: argparse.Namespace, table: Mapping[str, Row]) -> int:
 
 
 def _plan(options: argparse.Namespace, table: Mapping[str, Row]) -> int:
+    if not (ROOT / "pyproject.toml").is_file():
+        sys.exit(f"stack.py: error: {ROOT} is no checkout; a plan installs from one: clone the repository")
     machine = detect(os.environ, options.root)
     row, why = pick_row(table, machine, options.row, options.engines)
     planner = Planner(machine, row, ROOT, options.python, options.scratch, options.engines) if row and not machine.cuda else None

@@ -76,9 +76,9 @@ fi
 """
 
 SET_ENV = """\
+[[ $# == 0 ]] || exit 3
 export ASCEND_PROBE="${ASCEND_PROBE_SUFFIX}loaded"
 check() { echo hijacked; }
-[[ $# == 0 ]] || exit 3
 echo noise
 false
 """
