@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny import MASK_TOKEN_ID
+from verl_opd import stack
 from verl_opd.cli import main
 from verl_opd.config.schema import Config
 from verl_opd.controller.doctor import diagnose, report
@@ -61,3 +62,27 @@ def test_the_exit_code_says_whether_a_run_can_start(monkeypatch: pytest.MonkeyPa
     for ready, code in ((True, 0), (False, 2)):
         monkeypatch.setattr("verl_opd.controller.doctor.report", lambda cfg, ready=ready: ready)
         assert main(["doctor", "quickstart", "target.path=/no/such/target"]) == code
+
+
+def test_the_ascend_stack_is_compared_on_npus_only(cfg: Config, monkeypatch: pytest.MonkeyPatch):
+    packages = {"vllm-ascend": "0.23.0", "torch": "2.10.0", "torch-npu": "2.10.0.post2", "triton-ascend": "3.2.2", "transformers": "5.5.4"}
+    machine = stack.Machine({**packages, "triton": "3.5.0"}, "3.11.7", vllm="0.23.0+empty", cann="9.1.0")
+    monkeypatch.setattr(stack, "detect", lambda environ: machine)
+    assert not [finding for finding in diagnose(cfg) if finding.what == "NPU stack"]
+    cfg.trainer.device = "npu"
+    note, error = [finding for finding in diagnose(cfg) if finding.what == "NPU stack"]
+    assert (note.good, note.seen) == (None, "torch-npu: 2.10.0.post2; the table has 2.10.0.post4")
+    assert (error.good, error.seen) == (False, "triton: upstream 3.5.0 beside triton-ascend, which owns the same import")
+    assert "./install_npu.sh" in error.remedy
+    whole = stack.Machine({**packages, "torch-npu": "2.10.0.post4"}, "3.11.7", vllm="0.23.0+empty", cann="9.1.0")
+    monkeypatch.setattr(stack, "detect", lambda environ: whole)
+    (fits,) = [finding for finding in diagnose(cfg) if finding.what == "NPU stack"]
+    assert fits.good
+    assert "vllm 0.23.0 (vllm 0.23.0+empty is installed)" in fits.seen
+
+
+def test_a_package_missing_on_npus_never_comes_from_an_extra(cfg: Config, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert "pip install 'verl-opd[cuda' or" in missing(cfg)["vllm"]
+    cfg.trainer.device = "npu"
+    assert missing(cfg)["vllm"].endswith("./install_npu.sh")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import shutil
 import socket
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from verl_opd import stack
 from verl_opd.config.schema import Config
 from verl_opd.config.teacher import teacher_models
 from verl_opd.controller.console import Console
@@ -34,7 +36,7 @@ class Finding:
 def diagnose(cfg: Config) -> list[Finding]:
     """All checks, each on its own: one that fails does not hide the others. Starts nothing and writes nothing but one empty file in the run directory's
     parent, which it removes."""
-    checks: list[Callable[[Config], Iterator[Finding]]] = [_packages, _device, _host, _ports, _disk, _configuration]
+    checks: list[Callable[[Config], Iterator[Finding]]] = [_packages, _device, _stack, _host, _ports, _disk, _configuration]
     findings: list[Finding] = []
     for check in checks:
         try:
@@ -52,13 +54,13 @@ def _packages(cfg: Config) -> Iterator[Finding]:
     found = versions()
     wanted = [("torch", "cpu"), ("transformers", "cpu"), ("ray", "cpu"), ("vllm", "cuda' or 'verl-opd[cpu]")]
     wanted += [(name, name) for name in cfg.trainer.logger if name in ("tensorboard", "wandb")]
+    npu = cfg.trainer.device == "npu" or (cfg.trainer.device == "auto" and importlib.util.find_spec("torch_npu") is not None)
     for name, extra in wanted:
         try:
             importlib.import_module(name)
         except Exception as error:  # whatever keeps a package from importing is what the user has to see
-            yield Finding(
-                name, False, f"{type(error).__name__}: {error}", f"pip install 'verl-opd[{extra}]' in a fresh virtual environment"
-            )
+            remedy = "./install_npu.sh" if npu and name != "wandb" else f"pip install 'verl-opd[{extra}]' in a fresh virtual environment"
+            yield Finding(name, False, f"{type(error).__name__}: {error}", remedy)
         else:
             version = found.get(name) or found.get(f"{name}-cpu") or getattr(sys.modules[name], "__version__", "unknown")
             yield Finding(name, True, str(version))
@@ -84,6 +86,19 @@ def _device(cfg: Config) -> Iterator[Finding]:
     count = getattr(torch, device.name).device_count()
     remedy = f"lower trainer.n_student_workers, or join a cluster through RAY_ADDRESS; {device.visible_env}={os.environ.get(device.visible_env or '', '')!r}"
     yield Finding("devices", count >= wanted or bool(os.environ.get("RAY_ADDRESS")), f"{count} {device.name} for {whom}", remedy)
+
+
+def _stack(cfg: Config) -> Iterator[Finding]:
+    """On NPUs: what does not fit together, or one line that says that all does."""
+    if resolve_device(cfg.trainer.device).name != "npu":
+        return
+    table, machine = stack.read_table(), stack.detect(os.environ)
+    row, why = stack.pick_row(table, machine)
+    odd = [finding for finding in stack.findings(table, machine, row) if finding.level != "ok"]
+    for finding in odd:
+        yield Finding("NPU stack", False if finding.level == "error" else None, f"{finding.what}: {finding.seen}", finding.remedy)
+    if row and not odd:
+        yield Finding("NPU stack", True, f"as third_party/versions.json has it for vllm {row.vllm} ({why})")
 
 
 def _host(cfg: Config) -> Iterator[Finding]:
@@ -155,6 +170,6 @@ def report(cfg: Config) -> bool:
         console.say(f"{words[finding.good]:<8}{finding.what:<15}{finding.seen}")
         if finding.remedy and finding.good is not True:
             console.say(f"{'':<23}-> {finding.remedy}")
-    bad = [finding.what for finding in findings if finding.good is False]
+    bad = list(dict.fromkeys(finding.what for finding in findings if finding.good is False))
     console.say(f"cannot run: {', '.join(bad)}" if bad else "ready to run")
     return not bad
