@@ -23,6 +23,7 @@ overrides are written as in Hydra:
   data.train_files=[a.jsonl,b.jsonl]       a list
   rollout.engine_kwargs.block_size=32      an entry of a free-form section
   ~data.val_files.python_functions         remove such an entry
+names of verl and Draft-OPD are read as well: docs/aliases.md
 
 recipes: """
 
@@ -66,8 +67,10 @@ def _dispatch(arguments: list[str]) -> None:
 
 
 def _run_recipe(verb: str, recipe: str, overrides: list[str], print_only: bool, command: list[str]) -> None:
+    from verl_opd.config.aliases import table, translate
     from verl_opd.config.load import compose_config, load_config, to_yaml, validate
 
+    print(table(translate(overrides)[1]), end="", file=sys.stderr)
     if print_only:
         print(to_yaml(compose_config(recipe, overrides)), end="")
         return

@@ -14,6 +14,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
+from verl_opd.config.aliases import translate
 from verl_opd.config.keys import is_free_form, is_known, is_section, nearest_key, section_of
 from verl_opd.config.recipes import find_recipe, resolve_path, shipped_root
 from verl_opd.config.schema import Config
@@ -27,7 +28,7 @@ _JOB = "verl_opd_job"
 
 
 def load_config(recipe: str, overrides: list[str]) -> Config:
-    """The configuration of a run, from a recipe (name or path) and `key=value` overrides in Hydra's grammar.
+    """The configuration of a run, from a recipe (name or path) and `key=value` overrides in Hydra's grammar, with our keys or verl's.
 
     Existing local paths come back absolute. Only keys and types are checked here; `validate` checks the values. Raises ConfigError.
     """
@@ -51,6 +52,7 @@ def load_config(recipe: str, overrides: list[str]) -> Config:
 def compose_config(recipe: str, overrides: list[str]) -> DictConfig:
     """The composed tree, typed by the schema; values may still be missing (`???`). Raises ConfigError."""
     path = find_recipe(recipe)
+    overrides, _ = translate(overrides)
     prepared = [_prepare(override, text) for text, override in zip(overrides, _parse(overrides), strict=True)]
     store = ConfigStore.instance()
     store.store(name=_SCHEMA, node=Config)
@@ -86,7 +88,7 @@ def _parse(overrides: list[str]) -> list[Override]:
 
 
 def _prepare(override: Override, text: str) -> str:
-    """Refuse what the schema does not know; let free-form entries be set without the `+` that Hydra asks for."""
+    """Refuse what the schema does not know; let free-form entries be set with or without the `+` that Hydra asks for."""
     key = override.key_or_group
     if not key:
         raise ConfigError(f"override {text!r} has no key: overrides look like section.key=value")
@@ -97,7 +99,7 @@ def _prepare(override: Override, text: str) -> str:
     if override.is_delete() and not is_free_form(key):
         raise ConfigError(f"{text}: only entries of free-form sections can be deleted; set {key} to another value instead")
     _refuse_unknown(key, override.value())
-    return f"++{text}" if is_free_form(key) and text.startswith(key) else text
+    return f"++{text.lstrip('+')}" if is_free_form(key) and not text.startswith("~") else text
 
 
 def _refuse_unknown(section: str, node: Any) -> None:
