@@ -10,9 +10,11 @@
 #
 # PYTHON=/path/to/python chooses the interpreter (default python3). torch and torch_npu are never installed, replaced or removed.
 set -euo pipefail
+export PYTHONDONTWRITEBYTECODE=1 # a dry run leaves nothing behind
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 stack=$root/verl_opd/stack.py
+planner=$root/scripts/npu_plan.py
 mode=install
 row=()
 engines=()
@@ -54,9 +56,9 @@ load_cann() {
     done
 }
 
-check() { "$python" "$stack" check "${row[@]}"; }
+check() { "$python" "$stack" "${row[@]}"; }
 
-torch_versions() { "$python" "$stack" pins --torch-only | grep -E '^torch(-npu)?==' | tr '\n' ' ' || true; }
+torch_versions() { "$python" "$planner" pins --torch-only | grep -E '^torch(-npu)?==' | tr '\n' ' ' || true; }
 
 perform() {
     local name=$1 command=$2 now
@@ -86,7 +88,7 @@ if [[ $mode == install ]]; then
     trap 'rm -rf "$scratch"' EXIT
 fi
 refused=
-plan=$("$python" "$stack" plan --shell --python "$python" --scratch "$scratch" "${engines[@]}" "${row[@]}") || refused=yes
+plan=$("$python" "$planner" plan --shell --python "$python" --scratch "$scratch" "${engines[@]}" "${row[@]}") || refused=yes
 [[ -z $refused || $mode == dry-run ]] || die "nothing was changed; what stands in the way is listed above"
 torch=$(torch_versions)
 if [[ -n $plan ]]; then perform_all "$plan"; else say "nothing is missing"; fi

@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by the launchers beside it: from environment variables to overrides, and from there to `verl-opd`. Ends nothing, holds no path.
 #
 #   DRY_RUN=1      print resolved configuration, environment and placement, and stop

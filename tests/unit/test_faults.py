@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from verl_opd.config.schema import Config
-from verl_opd.controller.faults import Restarts, Stopped, StopSignal, first_line
+from verl_opd.controller.faults import Restarts, Stopped, StopSignal, asked_to_stop, first_line
 from verl_opd.controller.loop import Loop
 from verl_opd.controller.progress import Progress
 from verl_opd.controller.run import continuing
@@ -39,6 +39,14 @@ def test_every_restart_is_said_and_the_last_one_ends_the_run():
         "engine 0 is lost (a): starting again, 1 of 2 restarts left",
         "trainer rank 1 died (b): starting again, 0 of 2 restarts left",
     ]
+
+
+@pytest.mark.parametrize(
+    ("error", "stop"),
+    [(Stopped(), True), (SystemExit(signal.SIGTERM), True), (SystemExit(15), True), (SystemExit(1), False), (KeyboardInterrupt(), False)],
+)
+def test_rays_own_answer_to_sigterm_while_it_starts_is_a_stop_too(error: BaseException, stop: bool):
+    assert asked_to_stop(error) is stop
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -11,22 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from scripts import npu_plan
+from scripts.npu_plan import Planner, missing, pins, refusals, strings_of
 from verl_opd import stack
-from verl_opd.stack import (
-    Machine,
-    Planner,
-    closeness,
-    detect,
-    findings,
-    missing,
-    parse,
-    pick_row,
-    pins,
-    read_table,
-    refusals,
-    satisfies,
-    strings_of,
-)
+from verl_opd.stack import Machine, closeness, detect, findings, parse, pick_row, read_table, satisfies
 
 ROOT = Path(__file__).parents[2]
 TABLE = read_table()
@@ -315,30 +303,24 @@ def test_errors_that_no_step_repairs_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(stack, "detect", lambda environ, root=None: dataclasses.replace(FITS, project=str(ROOT)))
-    assert stack.main(["check"]) == 0
+    for module in (stack, npu_plan):
+        monkeypatch.setattr(module, "detect", lambda environ, root=None: dataclasses.replace(FITS, project=str(ROOT)))
+    assert stack.main([]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "fits"
-    assert stack.main(["check", "--row", "0.23.0"]) == 1
+    assert stack.main(["--row", "0.23.0"]) == 1
     assert "ERROR  vllm           0.21.0+empty, but vllm 0.23.0 goes with 0.23.0" in capsys.readouterr().out
-    assert stack.main(["plan", "--python", "python"]) == 0
+    assert npu_plan.main(["plan", "--python", "python"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert (plan["row"], plan["because"], plan["refused"]) == ("0.21.0", "vllm 0.21.0+empty is installed", [])
     pin, install = plan["steps"]
     assert (pin["name"], install["command"][:4]) == ("pin all", ["python", "-m", "pip", "install"])
     assert "hydra-core is missing" in install["reason"]
-    assert stack.main(["pins", "--torch-only", "--out", str(tmp_path / "pins")]) == 0
+    assert npu_plan.main(["pins", "--torch-only", "--out", str(tmp_path / "pins")]) == 0
     assert (tmp_path / "pins").read_text() == "torch==2.10.0+cpu\ntorch-npu==2.10.0\n"
 
 
 def test_it_runs_by_path_without_any_package(tmp_path: Path) -> None:
-    command = [sys.executable, "-I", "-S", str(ROOT / "verl_opd" / "stack.py"), "check", "--root", str(tmp_path)]
+    command = [sys.executable, "-I", "-S", str(ROOT / "verl_opd" / "stack.py"), "--root", str(tmp_path)]
     done = subprocess.run(command, cwd=tmp_path, env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert "does not fit: torch, torch-npu, vllm, vllm-ascend, triton-ascend, transformers" in done.stdout
-
-
-def test_a_plan_needs_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stack, "_PACKAGE", ROOT)
-    monkeypatch.setattr(stack, "ROOT", tmp_path)
-    with pytest.raises(SystemExit, match="is no checkout"):
-        stack.main(["plan"])

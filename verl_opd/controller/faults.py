@@ -33,6 +33,11 @@ class Stopped(Exception):
     """The run was asked to stop and has written its checkpoint."""
 
 
+def asked_to_stop(error: BaseException) -> bool:
+    """Whether `error` answers a request to stop: Stopped, or what Ray's handler of SIGTERM raises while Ray is being started and ours is not in place."""
+    return isinstance(error, Stopped) or (isinstance(error, SystemExit) and error.code == signal.SIGTERM)
+
+
 class StopSignal:
     """While entered, the first SIGINT or SIGTERM is only noted; the second one interrupts at once."""
 

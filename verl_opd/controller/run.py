@@ -16,7 +16,7 @@ from verl_opd.config.load import to_yaml
 from verl_opd.config.schema import Config
 from verl_opd.controller.cases import CaseLog
 from verl_opd.controller.console import Console
-from verl_opd.controller.faults import Restarts, Stopped, StopSignal
+from verl_opd.controller.faults import Restarts, Stopped, StopSignal, asked_to_stop
 from verl_opd.controller.fleet import Fleet
 from verl_opd.controller.loop import Loop
 from verl_opd.controller.placement import Placement, place
@@ -180,7 +180,9 @@ def train(cfg: Config, argv: list[str]) -> None:
                     if restarts.left == restarts.allowed:
                         raise
                     raise WorkerDied(f"cannot start again: {error}\n{_continue(store, argv)}") from error
-                except Stopped:
+                except (Stopped, SystemExit) as error:
+                    if not asked_to_stop(error):
+                        raise
                     console.say(f"stopped; {_continue(store, argv)}")
                     return
     print_summary(console, run.root)
