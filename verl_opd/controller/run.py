@@ -195,7 +195,7 @@ def _continue(store: CheckpointStore, argv: Sequence[str]) -> str:
 def continuing(argv: Sequence[str]) -> list[str]:
     """The command that goes on where this one stopped: from this run's newest checkpoint, wherever this one started from."""
     started = ("trainer.resume_mode=", "trainer.resume_from_path=")
-    kept = [argument for argument in argv if not argument.startswith(started)]
+    kept = [argument for argument in argv if not argument.lstrip("+").startswith(started)]
     return [*kept, "trainer.resume_mode=auto"] if len(kept) < len(argv) else kept
 
 
