@@ -47,8 +47,9 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": "", "COLUMNS": "200"}
 
 
-def run(arguments: Sequence[str], timeout: float = 600) -> str:
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=environment(), check=False)
+def run(arguments: Sequence[str], timeout: float = 600, **variables: str) -> str:
+    env = {**environment(), **variables}
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=env, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 

@@ -143,6 +143,7 @@ def test_an_overfitted_draft_is_nearly_always_accepted_also_by_plain_vllm(tiny_l
             "warmup.lr=3e-3",
             "warmup.samples_per_update=2",
             "warmup.anchors_per_sample=23",
+            "trainer.n_student_workers=1",
             "optim.lr=1e-4",
             "draft.init_std=0.05",
             f"draft.family={family}",
@@ -162,23 +163,41 @@ def test_an_overfitted_draft_is_nearly_always_accepted_also_by_plain_vllm(tiny_l
 
 
 def test_teacher_servers_score_what_the_rollout_committed(tiny_llama_dir: Path, tiny_qwen3_dir: Path, folder: Path):
-    """Two teachers of one vocabulary, one of them not the target, on placement of their own; rows name theirs."""
+    """Two teachers of one vocabulary, one of them not the target, on placement of their own; rows name theirs. Started by the launcher for CPUs, whose
+    variables and overrides turn the quickstart into a tiny run."""
     rows = [{"prompt": f"say {i}", "domain": ("plain", "other")[i % 2]} for i in range(4)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    output = run(
-        command(
-            tiny_llama_dir,
-            folder,
-            "trainer.n_student_workers=1",
-            "trainer.total_training_steps=1",
-            "trainer.val_before_train=false",
-            "data.val_files={}",
-            "opd.response_loss=forward_kl_topk",
-            "teacher.top_k=8",
-            "teacher.key=domain",
-            f"teacher.models={{plain: {tiny_llama_dir}, other: {tiny_qwen3_dir}}}",
-        )
-    )
+    variables = {
+        "PYTHON": sys.executable,
+        "MODEL_PATH": str(tiny_llama_dir),
+        "TRAIN_FILES": str(folder / "train.jsonl"),
+        "RUN_DIR": str(folder / "run"),
+        "BLOCK_SIZE": "4",
+        "NUM_SPECULATIVE_TOKENS": "3",
+        "MAX_PROMPT": "64",
+        "MAX_RESPONSE_LENGTH": "24",
+        "TRAIN_PROMPT_BSZ": "4",
+        "STUDENT_WORLD_SIZE": "1",
+        "TEACHER_WORLD_SIZE": "1",
+        "TOTAL_STEPS": "1",
+    }
+    overrides = [
+        "target.dtype=float32",
+        "draft.mask_token_id=3",
+        "draft.target_layer_ids=[0,2,5]",
+        "trainer.warmup_steps=0",
+        "trainer.updates_per_step=1",
+        "trainer.update_epochs=1",
+        "trainer.val_before_train=false",
+        "trainer.logger=[jsonl]",
+        "training.param_dtype=float32",
+        "~data.val_files.python_functions",
+        "opd.response_loss=forward_kl_topk",
+        "teacher.top_k=8",
+        "teacher.key=domain",
+        f"teacher.models={{plain: {tiny_llama_dir}, other: {tiny_qwen3_dir}}}",
+    ]
+    output = run([str(ROOT / "examples" / "cpu.sh"), *overrides], **variables)
     assert f"teacher servers plain: 1 x {tiny_llama_dir}, other: 1 x {tiny_qwen3_dir}" in output
     assert {path.name for path in (folder / "run" / "logs").glob("teacher_*.log")} == {"teacher_0.log", "teacher_1.log"}
     (row,) = [row for row in metrics_of(folder) if "actor/distillation/loss" in row]
