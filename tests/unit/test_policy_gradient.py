@@ -10,7 +10,7 @@ import torch
 
 from tests.rollouts import worked_sample
 from tests.training import LR, SPEC, make_items, make_trainer, totals_of
-from verl_opd.controller.plan import load_reward
+from verl_opd.controller.job import load_reward
 from verl_opd.controller.updates import with_policy_terms
 from verl_opd.errors import ConfigError
 from verl_opd.opd.layout import build_layout

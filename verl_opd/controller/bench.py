@@ -19,7 +19,7 @@ from verl_opd.config.load import to_yaml
 from verl_opd.config.schema import Config
 from verl_opd.controller.console import Console
 from verl_opd.controller.fleet import Fleet
-from verl_opd.controller.plan import Plan, prepare
+from verl_opd.controller.job import Job, prepare
 from verl_opd.controller.progress import SnapshotWriter
 from verl_opd.controller.run import running
 from verl_opd.controller.rundir import RunDir, write_atomic
@@ -33,26 +33,26 @@ PUSHES = 5
 
 def run(cfg: Config, argv: list[str]) -> None:
     """Measure and print; writes bench.json into the run directory."""
-    console, plan = Console(), prepare(cfg)
+    console, job = Console(), prepare(cfg)
     directory = RunDir(cfg.trainer.run_dir)
-    directory.open(plan.identity, resume=True)
+    directory.open(job.identity, resume=True)
     directory.describe(to_yaml(cfg), argv)
-    with running(replace(plan, teachers={}), directory, console, None) as (placement, trainers, fleet):
+    with running(replace(job, teachers={}), directory, console, None) as (placement, trainers, fleet):
         writer = SnapshotWriter(directory.root, placement.on_this_node, 2 * trainers.draft_parameters)
-        results = {**_recorder(plan, fleet, console), **_push(writer, trainers, fleet)}
+        results = {**_recorder(job, fleet, console), **_push(writer, trainers, fleet)}
     console.table("bench", ["measure", "value"], [[name, f"{value:.4g}"] for name, value in results.items()])
     write_atomic(directory.root / "bench.json", json.dumps(results, indent=2))
 
 
-def _recorder(plan: Plan, fleet: Fleet, console: Console) -> dict[str, float]:
-    prompts = plan.train[: plan.cfg.data.train_batch_size]
-    _generate(plan, fleet, prompts, True)  # first use compiles and allocates
+def _recorder(job: Job, fleet: Fleet, console: Console) -> dict[str, float]:
+    prompts = job.train[: job.cfg.data.train_batch_size]
+    _generate(job, fleet, prompts, True)  # first use compiles and allocates
     ratios, rates = [], []
     recorded = inside = 0.0
     for pair in range(PAIRS):
         order = (True, False) if pair % 2 == 0 else (False, True)
         before = _recorder_seconds(fleet)
-        runs = {recording: _generate(plan, fleet, prompts, recording) for recording in order}
+        runs = {recording: _generate(job, fleet, prompts, recording) for recording in order}
         speed = {recording: tokens / seconds for recording, (tokens, seconds) in runs.items()}
         inside += _recorder_seconds(fleet) - before
         recorded += runs[True][1] * len(fleet.servers)
@@ -73,12 +73,12 @@ def _recorder_seconds(fleet: Fleet) -> float:
     return sum(stats["seconds"] for stats in ray.get([server.recorder_stats.remote() for server in fleet.servers]))
 
 
-def _generate(plan: Plan, fleet: Fleet, prompts: list[Prompt], recording: bool) -> tuple[int, float]:
+def _generate(job: Job, fleet: Fleet, prompts: list[Prompt], recording: bool) -> tuple[int, float]:
     """Tokens and seconds of one greedy run over all replicas."""
     ray.get([server.set_recording.remote(recording) for server in fleet.servers])
     ray.get([server.reset_prefix_cache.remote() for server in fleet.servers])
     started = time.monotonic()
-    sampling = {**GREEDY, "max_tokens": plan.cfg.data.max_response_length}
+    sampling = {**GREEDY, "max_tokens": job.cfg.data.max_response_length}
     tokens = ray.get(
         [
             server.generate_tokens.remote([p.prompt_ids for p in prompts[i :: len(fleet.servers)]], sampling)

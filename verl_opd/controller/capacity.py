@@ -16,6 +16,7 @@ from verl_opd.config.npu import check_npu
 from verl_opd.config.schema import Config
 from verl_opd.config.teacher import teacher_models
 from verl_opd.controller.console import Console
+from verl_opd.controller.job import draft_config_of
 from verl_opd.devices import Device, actor_environment, resolve_device
 from verl_opd.errors import ConfigError
 
@@ -233,8 +234,6 @@ def device_memory(device: Device) -> float | None:
 def plan(cfg: Config) -> None:
     """What `verl-opd plan` does: configuration, placement, environments, memory. Nothing is started, and models need not be within reach."""
     from transformers import AutoConfig
-
-    from verl_opd.controller.plan import draft_config_of
 
     print(to_yaml(cfg))
     device = resolve_device(cfg.trainer.device)

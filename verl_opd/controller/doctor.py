@@ -147,19 +147,15 @@ def _disk(cfg: Config) -> Iterator[Finding]:
 
 def _configuration(cfg: Config) -> Iterator[Finding]:
     from verl_opd.config.validate import validate
-    from verl_opd.controller.plan import prepare
+    from verl_opd.controller.job import prepare
 
     validate(cfg)
-    plan = prepare(cfg)
+    job = prepare(cfg)
     yield Finding("target", True, cfg.target.path)
     yield Finding("draft", True, cfg.draft.path or f"{cfg.draft.family} from random weights")
-    yield Finding(
-        "prompts", True, f"{len(plan.train)} to train on ({plan.train_report}), {sum(map(len, plan.benchmarks.values()))} held out"
-    )
+    yield Finding("prompts", True, f"{len(job.train)} to train on ({job.train_report}), {sum(map(len, job.benchmarks.values()))} held out")
     size = cfg.data.train_batch_size
-    yield Finding(
-        "batch", len(plan.train) >= size, f"data.train_batch_size={size} of {len(plan.train)} prompts", "lower it, or add prompts"
-    )
+    yield Finding("batch", len(job.train) >= size, f"data.train_batch_size={size} of {len(job.train)} prompts", "lower it, or add prompts")
 
 
 def report(cfg: Config) -> bool:

@@ -18,9 +18,9 @@ from verl_opd.controller.cases import CaseLog
 from verl_opd.controller.console import Console
 from verl_opd.controller.faults import Restarts, Stopped, StopSignal, asked_to_stop
 from verl_opd.controller.fleet import Fleet
+from verl_opd.controller.job import Job, prepare
 from verl_opd.controller.loop import Loop
 from verl_opd.controller.placement import Placement, place
-from verl_opd.controller.plan import Plan, prepare
 from verl_opd.controller.progress import Progress, SnapshotWriter
 from verl_opd.controller.rundir import RunDir, write_atomic
 from verl_opd.controller.summary import print_summary, write_summary
@@ -38,9 +38,9 @@ from verl_opd.rollout.teacher import TeacherSettings
 from verl_opd.training.checkpoint import CheckpointStore, check_identity, resolve_resume
 
 
-def engine_settings(plan: Plan, placement: Placement, draft_path: Path, logs: Path) -> list[EngineSettings]:
+def engine_settings(job: Job, placement: Placement, draft_path: Path, logs: Path) -> list[EngineSettings]:
     """One engine per student worker, all equal but for cores and log file."""
-    cfg, family = plan.cfg, get_family(plan.cfg.draft.family)
+    cfg, family = job.cfg, get_family(job.cfg.draft.family)
     rollout, data = cfg.rollout, cfg.data
     length = rollout.max_model_len or data.max_prompt_length + data.max_response_length + 2 * rollout.num_speculative_tokens
     return [
@@ -51,10 +51,10 @@ def engine_settings(plan: Plan, placement: Placement, draft_path: Path, logs: Pa
             draft_path=str(draft_path),
             method=family.engine_method,
             num_speculative_tokens=rollout.num_speculative_tokens,
-            target_layer_ids=tuple(family.layer_ids(plan.draft_config)),
-            mask_token_id=family.mask_token_id(plan.draft_config),
+            target_layer_ids=tuple(family.layer_ids(job.draft_config)),
+            mask_token_id=family.mask_token_id(job.draft_config),
             engine_names=family.engine_names,
-            token_map=plan.token_map,
+            token_map=job.token_map,
             v2_runner=family.v2_runner,
             max_model_len=length,
             max_num_seqs=rollout.max_num_seqs,
@@ -62,7 +62,7 @@ def engine_settings(plan: Plan, placement: Placement, draft_path: Path, logs: Pa
             enforce_eager=rollout.enforce_eager,
             kv_cache_gb=rollout.kv_cache_gb,
             engine_kwargs=rollout.engine_kwargs,
-            device=plan.device.name,
+            device=job.device.name,
             cpu_cores=slot.cores,
             seed=cfg.trainer.seed,
             log_path=str(logs / f"rollout_{slot.index}.log"),
@@ -72,10 +72,10 @@ def engine_settings(plan: Plan, placement: Placement, draft_path: Path, logs: Pa
     ]
 
 
-def teacher_settings(plan: Plan, placement: Placement, logs: Path) -> list[TeacherSettings]:
+def teacher_settings(job: Job, placement: Placement, logs: Path) -> list[TeacherSettings]:
     """teacher.replicas servers per model."""
-    cfg, data = plan.cfg, plan.cfg.data
-    models = [(name, path) for name, path in plan.teachers.items() for _ in range(cfg.teacher.replicas)]
+    cfg, data = job.cfg, job.cfg.data
+    models = [(name, path) for name, path in job.teachers.items() for _ in range(cfg.teacher.replicas)]
     return [
         TeacherSettings(
             name=name,
@@ -89,7 +89,7 @@ def teacher_settings(plan: Plan, placement: Placement, logs: Path) -> list[Teach
             enforce_eager=cfg.rollout.enforce_eager,
             kv_cache_gb=cfg.teacher.kv_cache_gb,
             engine_kwargs=cfg.teacher.engine_kwargs,
-            device=plan.device.name,
+            device=job.device.name,
             cpu_cores=slot.cores,
             seed=cfg.trainer.seed,
             log_path=str(logs / f"teacher_{slot.index}.log"),
@@ -98,8 +98,8 @@ def teacher_settings(plan: Plan, placement: Placement, logs: Path) -> list[Teach
     ]
 
 
-def _benchmarks(plan: Plan) -> Benchmarks:
-    return Benchmarks(plan.benchmarks, plan.cfg.data.max_response_length)
+def _benchmarks(job: Job) -> Benchmarks:
+    return Benchmarks(job.benchmarks, job.cfg.data.max_response_length)
 
 
 def total_steps(cfg: Config, loader: Loader[Prompt]) -> int:
@@ -110,25 +110,25 @@ def total_steps(cfg: Config, loader: Loader[Prompt]) -> int:
 
 @contextmanager
 def running(
-    plan: Plan, run: RunDir, console: Console, checkpoint: Path | None, restarts: Restarts | None = None, stop: StopSignal | None = None
+    job: Job, run: RunDir, console: Console, checkpoint: Path | None, restarts: Restarts | None = None, stop: StopSignal | None = None
 ) -> Iterator[tuple[Placement, Trainers, Fleet]]:
     """Trainers and engines of a run, started; stopped on the way out whatever happens. WorkerDied instead of another error when one of them is gone."""
-    placement = place(plan.cfg, plan.device, len(plan.teachers) * plan.cfg.teacher.replicas)
+    placement = place(job.cfg, job.device, len(job.teachers) * job.cfg.teacher.replicas)
     if stop is not None:
         stop.arm()  # ray.init has taken the signals
     fleet: Fleet | None = None
     trainers: Trainers | None = None
     try:
-        servers = f" and {len(placement.teacher_slots)} teacher server(s)" if plan.teachers else ""
-        console.say(f"starting {len(placement.slots)} student worker(s){servers} on {plan.device.name}: trainer ranks, then engines")
-        trainers = Trainers(plan.cfg, plan.draft_config, placement, run.logs)
+        servers = f" and {len(placement.teacher_slots)} teacher server(s)" if job.teachers else ""
+        console.say(f"starting {len(placement.slots)} student worker(s){servers} on {job.device.name}: trainer ranks, then engines")
+        trainers = Trainers(job.cfg, job.draft_config, placement, run.logs)
         trainers.init()
         if checkpoint is not None:
             trainers.load(checkpoint / "dcp")
         draft_path = run.root / "engine_draft"
         trainers.export(draft_path)
-        settings, teachers = engine_settings(plan, placement, draft_path, run.logs), teacher_settings(plan, placement, run.logs)
-        fleet = Fleet(plan.cfg, placement, settings, teachers, console.say, restarts)
+        settings, teachers = engine_settings(job, placement, draft_path, run.logs), teacher_settings(job, placement, run.logs)
+        fleet = Fleet(job.cfg, placement, settings, teachers, console.say, restarts)
         for index, report in enumerate(fleet.start()):
             console.say(f"engine {index}: ready in {report['seconds']:.0f} s, HTTP at {report['url']}")
         yield placement, trainers, fleet
@@ -147,16 +147,16 @@ def running(
 
 def train(cfg: Config, argv: list[str]) -> None:
     """Run or continue the training described by `cfg`; a process that dies costs at most the steps since the last checkpoint."""
-    console, plan = Console(), prepare(cfg)
-    for note in plan.notes:
+    console, job = Console(), prepare(cfg)
+    for note in job.notes:
         console.say(f"note: {note}")
     run = RunDir(cfg.trainer.run_dir)
-    run.open(plan.identity, resume=cfg.trainer.resume_mode != "disable")
+    run.open(job.identity, resume=cfg.trainer.resume_mode != "disable")
     store = CheckpointStore(run.root, cfg.trainer.keep_last)
     first = checkpoint = resolve_resume(cfg.trainer.resume_mode, cfg.trainer.resume_from_path, store, console.say)
     restarts = Restarts(cfg.trainer.max_restarts, console.say)
     config = to_yaml(cfg)
-    if _finished(plan, run, store, checkpoint):
+    if _finished(job, run, store, checkpoint):
         console.say("all steps of this run are done; here is its summary. Another trainer.experiment_name starts a new run.")
         print_summary(console, run.root)
         return
@@ -169,7 +169,7 @@ def train(cfg: Config, argv: list[str]) -> None:
                 try:
                     if stop.asked:
                         raise Stopped
-                    _train_from(checkpoint, plan, run, store, trackers, console, restarts, stop)
+                    _train_from(checkpoint, job, run, store, trackers, console, restarts, stop)
                     break
                 except WorkerDied as error:
                     if "trainer.max_restarts" in str(error):  # said by whoever spent the last one
@@ -208,19 +208,19 @@ class Position:
     progress: Progress
 
 
-def _position(plan: Plan, store: CheckpointStore, checkpoint: Path | None) -> Position:
+def _position(job: Job, store: CheckpointStore, checkpoint: Path | None) -> Position:
     """Where `checkpoint` left data and counters; ConfigError when it belongs to another run or other data."""
-    data, warmup = plan.cfg.data, plan.cfg.warmup
-    at = Position(Loader(plan.train, data.train_batch_size, data.shuffle, data.seed), None, Progress())
-    if plan.conversations:
-        at.conversations = Loader(plan.conversations, warmup.samples_per_update, data.shuffle, data.seed, "warmup.samples_per_update")
+    data, warmup = job.cfg.data, job.cfg.warmup
+    at = Position(Loader(job.train, data.train_batch_size, data.shuffle, data.seed), None, Progress())
+    if job.conversations:
+        at.conversations = Loader(job.conversations, warmup.samples_per_update, data.shuffle, data.seed, "warmup.samples_per_update")
     if checkpoint is not None:
-        check_identity(checkpoint, plan.identity)
+        check_identity(checkpoint, job.identity)
         state = store.read_state(checkpoint)
         at.loader.load_state(state["data"])
         at.progress = Progress.from_state(state["progress"])
         given = state.get("conversations")
-        if (given is None) != (at.conversations is None) and at.progress.warmup_step < plan.cfg.trainer.warmup_steps:
+        if (given is None) != (at.conversations is None) and at.progress.warmup_step < job.cfg.trainer.warmup_steps:
             raise ConfigError(
                 f"the checkpoint was written {'without' if given is None else 'with'} warmup.files, in the middle of warm-up: "
                 "restore the key to resume, or start a new run from the exported draft with draft.path"
@@ -230,16 +230,16 @@ def _position(plan: Plan, store: CheckpointStore, checkpoint: Path | None) -> Po
     return at
 
 
-def _finished(plan: Plan, run: RunDir, store: CheckpointStore, checkpoint: Path | None) -> bool:
-    at = _position(plan, store, checkpoint)
+def _finished(job: Job, run: RunDir, store: CheckpointStore, checkpoint: Path | None) -> bool:
+    at = _position(job, store, checkpoint)
     progress = at.progress
-    done = progress.opd_step >= total_steps(plan.cfg, at.loader) and progress.warmup_step >= plan.cfg.trainer.warmup_steps
+    done = progress.opd_step >= total_steps(job.cfg, at.loader) and progress.warmup_step >= job.cfg.trainer.warmup_steps
     return checkpoint is not None and done and (run.root / "summary.json").exists()
 
 
 def _train_from(
     checkpoint: Path | None,
-    plan: Plan,
+    job: Job,
     run: RunDir,
     store: CheckpointStore,
     trackers: Trackers,
@@ -248,31 +248,31 @@ def _train_from(
     stop: StopSignal,
 ) -> None:
     """Start everything, train from `checkpoint` (None: from the beginning) to the end, export and sum up."""
-    cfg = plan.cfg
-    at = _position(plan, store, checkpoint)
+    cfg = job.cfg
+    at = _position(job, store, checkpoint)
     progress, steps = at.progress, total_steps(cfg, at.loader)
-    console.say(_headline(plan, run, steps, checkpoint))
-    with running(plan, run, console, checkpoint, restarts, stop) as (placement, trainers, fleet):
+    console.say(_headline(job, run, steps, checkpoint))
+    with running(job, run, console, checkpoint, restarts, stop) as (placement, trainers, fleet):
         snapshots = SnapshotWriter(run.root, placement.on_this_node, 2 * trainers.draft_parameters)
         loop = Loop(
             cfg,
-            get_family(cfg.draft.family).block_size(plan.draft_config, cfg.rollout.num_speculative_tokens),
+            get_family(cfg.draft.family).block_size(job.draft_config, cfg.rollout.num_speculative_tokens),
             steps,
             fleet,
             trainers,
             at.loader,
-            _benchmarks(plan),
+            _benchmarks(job),
             store,
             trackers,
             console,
             snapshots,
             progress,
-            plan.identity,
-            plan.facts,
-            CaseLog(run.logs / "cases.log", plan.decode),
+            job.identity,
+            job.facts,
+            CaseLog(run.logs / "cases.log", job.decode),
             at.conversations,
-            plan.reward,
-            None if plan.vocabulary is None else frozenset(plan.vocabulary.token_ids.tolist()),
+            job.reward,
+            None if job.vocabulary is None else frozenset(job.vocabulary.token_ids.tolist()),
             stopping=lambda: stop.asked,
         )
         try:
@@ -287,29 +287,29 @@ def evaluate(cfg: Config, argv: list[str]) -> None:
     """Measure held-out accept length of the configured draft (draft.path) in the engine; writes eval.json into the run directory."""
     if not cfg.data.val_files:
         raise ConfigError("data.val_files is empty: nothing to evaluate")
-    console, plan = Console(), prepare(cfg)
-    for note in plan.notes:
+    console, job = Console(), prepare(cfg)
+    for note in job.notes:
         console.say(f"note: {note}")
     run = RunDir(cfg.trainer.run_dir)
-    run.open(plan.identity, resume=True)
+    run.open(job.identity, resume=True)
     run.describe(to_yaml(cfg), argv)
-    with running(replace(plan, teachers={}), run, console, None) as (_, _, fleet):
-        results = _benchmarks(plan).run(fleet, 0)
+    with running(replace(job, teachers={}), run, console, None) as (_, _, fleet):
+        results = _benchmarks(job).run(fleet, 0)
     console.acceptance("held-out accept length", {"eval": results})
     write_atomic(run.root / "eval.json", json.dumps([result.as_dict() for result in results], indent=2))
 
 
-def _headline(plan: Plan, run: RunDir, steps: int, checkpoint: Path | None) -> str:
-    cfg, report = plan.cfg, plan.train_report
-    servers = ", ".join(f"{name}: {cfg.teacher.replicas} x {path}" for name, path in plan.teachers.items())
+def _headline(job: Job, run: RunDir, steps: int, checkpoint: Path | None) -> str:
+    cfg, report = job.cfg, job.train_report
+    servers = ", ".join(f"{name}: {cfg.teacher.replicas} x {path}" for name, path in job.teachers.items())
     teacher = f"servers {servers}" if servers else "the trainer's own copy of the target"
-    given = f"given  {len(plan.conversations)} conversations ({plan.conversation_report})\n" if plan.conversations else ""
+    given = f"given  {len(job.conversations)} conversations ({job.conversation_report})\n" if job.conversations else ""
     start = f"resuming from {checkpoint}" if checkpoint else f"starting from {cfg.draft.path or 'random draft weights'}"
     return (
-        f"target {cfg.target.path}\ndraft  {cfg.draft.family}, {plan.draft_config['num_hidden_layers']} layers, "
-        f"block {plan.facts['block_size']}, K={cfg.rollout.num_speculative_tokens}; {start}\n"
+        f"target {cfg.target.path}\ndraft  {cfg.draft.family}, {job.draft_config['num_hidden_layers']} layers, "
+        f"block {job.facts['block_size']}, K={cfg.rollout.num_speculative_tokens}; {start}\n"
         f"teacher {teacher}\n"
-        f"data   {len(plan.train)} prompts ({report}); {sum(map(len, plan.benchmarks.values()))} held out\n{given}"
+        f"data   {len(job.train)} prompts ({report}); {sum(map(len, job.benchmarks.values()))} held out\n{given}"
         f"plan   {cfg.trainer.warmup_steps} warm-up + {steps} OPD steps of {cfg.data.train_batch_size} prompts, "
-        f"{cfg.trainer.n_student_workers} student worker(s) on {plan.device.name}\nrun    {run.root}\npython {sys.version.split()[0]}"
+        f"{cfg.trainer.n_student_workers} student worker(s) on {job.device.name}\nrun    {run.root}\npython {sys.version.split()[0]}"
     )

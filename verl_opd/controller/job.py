@@ -34,7 +34,7 @@ _ORIGIN = "verl_opd"  # key of an exported config.json: what the draft was train
 
 
 @dataclass
-class Plan:
+class Job:
     """A run that has passed every check which needs no process: models, data, device."""
 
     cfg: Config
@@ -87,7 +87,7 @@ class Plan:
         }
 
 
-def prepare(cfg: Config) -> Plan:
+def prepare(cfg: Config) -> Job:
     """Load tokenizer, data and configs; ConfigError for whatever cannot work. Starts nothing."""
     from transformers import AutoConfig, AutoTokenizer
 
@@ -141,7 +141,7 @@ def prepare(cfg: Config) -> Plan:
         )
     vocabulary = family.vocabulary(draft_config, cfg.draft.path)
     reward = None if cfg.opd.reward is None else load_reward(cfg.opd.reward)
-    return Plan(
+    return Job(
         cfg,
         device,
         draft_config,

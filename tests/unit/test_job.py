@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from tests.tiny import MASK_TOKEN_ID
 from verl_opd.config.schema import Config
-from verl_opd.controller.plan import prepare
+from verl_opd.controller.job import prepare
 from verl_opd.drafts import get_family
 
 
