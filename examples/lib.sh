@@ -8,7 +8,7 @@
 launch_keys=(
     MODEL_PATH=target.path
     DRAFT_PATH=draft.path
-    BLOCK_SIZE=draft.block_size
+    DRAFT_BLOCK_SIZE=draft.block_size
     TRAIN_FILES=data.train_files
     VAL_FILES=data.val_files
     TRAIN_PROMPT_BSZ=data.train_batch_size
@@ -18,7 +18,7 @@ launch_keys=(
     MAX_NUM_SEQS=rollout.max_num_seqs
     GPU_MEMORY_UTILIZATION=rollout.gpu_memory_utilization
     ROLLOUT_ENFORCE_EAGER=rollout.enforce_eager
-    TEMPERATURE=rollout.temperature
+    ROLLOUT_TEMPERATURE=rollout.temperature
     DFLASH_MAX_RESPONSE_ANCHORS=opd.max_response_anchors
     DFLASH_RESPONSE_ANCHOR_STRIDE=opd.response_anchor_stride
     DFLASH_ATTENTION_IMPL=training.attention

@@ -80,7 +80,7 @@ def test_the_names_that_users_know_reach_their_keys(tmp_path: Path) -> None:
         "TEACHER_WORLD_SIZE": "1",
         "TRAIN_PROMPT_BSZ": "12",
         "NUM_SPECULATIVE_TOKENS": "3",
-        "BLOCK_SIZE": "4",
+        "DRAFT_BLOCK_SIZE": "4",
         "MAX_PROMPT": "100",
         "MAX_RESPONSE_LENGTH": "200",
         "LR": "1e-5",
