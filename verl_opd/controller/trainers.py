@@ -38,7 +38,8 @@ class Trainers:
 
     def __init__(self, cfg: Config, draft_config: dict[str, Any], placement: Placement, logs: Path) -> None:
         world = len(placement.slots)
-        self._address = placement.slots[0].node_ip
+        nodes = {slot.node_id for slot in placement.slots}
+        self._address = placement.slots[0].node_ip if len(nodes) > 1 else "127.0.0.1"
         self._ranks = [
             TrainWorker.options(**placement.actor_options(slot.index, "trainer")).remote(
                 cfg, draft_config, slot.index, world, slot.cores, str(logs / f"train_{slot.index}.log")
