@@ -8,10 +8,11 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 _SHARED = Path("/dev/shm")
+_LOOK_SECONDS = 1.0  # how often the process that cleans up notes what there is to clean
 
 
 def redirect_output(log_path: str) -> None:
@@ -32,25 +33,17 @@ def log_tail(log_path: Path, lines: int = 15) -> str:
     return "\n".join(log_path.read_text(errors="replace").splitlines()[-lines:])
 
 
-def clean_up_after(files: Sequence[Path] = ()) -> None:
-    """Start a process, outside of this one's family, that waits until this one is gone, even by SIGKILL, and then ends what is left of its children as
-    they are now, and removes `files` and the segments and semaphores that the children share in /dev/shm."""
-    import psutil
-
-    me = psutil.Process()
-    family = [child.pid for child in me.children(recursive=True)]
-    task = {
-        "pid": me.pid,
-        "processes": [(pid, start) for pid in family if (start := _start(pid)) is not None],
-        "files": sorted({*map(str, files), *(str(path) for pid in [me.pid, *family] for path in _segments(pid))}),
-    }
+def clean_up_after(files: Sequence[Path] = (), children: bool = False) -> None:
+    """Start a process, outside of this one's family, that waits until this one is gone, even by SIGKILL, and then removes `files`. With `children` it
+    also ends what is left of all that this process has started since, and removes the segments and semaphores that they shared in /dev/shm."""
+    task = {"pid": os.getpid(), "start": _start(os.getpid()), "files": list(map(str, files)), "children": children}
     command = [sys.executable, __file__]
     done = subprocess.run(command, input=json.dumps(task), capture_output=True, text=True, start_new_session=True, check=False)
     if done.returncode:
         raise RuntimeError(f"no process to clean up after this one could be started: {done.stderr}")
 
 
-def end_own(processes: Sequence[tuple[int, int]], files: Sequence[str]) -> list[int]:
+def end_own(processes: Iterable[tuple[int, int]], files: Iterable[str]) -> list[int]:
     """SIGKILL those of `processes`, (pid, start), that still live, then remove `files`, as a killed engine cannot. A process id that was given to
     another is left alone."""
     ended = []
@@ -77,17 +70,45 @@ def _segments(pid: int) -> set[Path]:
 
 
 def _start(pid: int) -> int | None:
-    """Clock ticks from boot to the start of a process, which no change of the clock moves; None when there is no such process."""
+    """Clock ticks from boot to the start of a process, which no change of the clock moves; None when there is no such process, or only what its parent
+    has not collected yet."""
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19])
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] == "Z" else int(fields[19])
+
+
+def _descendants(pid: int) -> set[tuple[int, int]]:
+    """(pid, start) of every process below `pid`, by /proc."""
+    parents: dict[int, int] = {}
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            try:
+                parents[int(entry.name)] = int(Path(entry.path, "stat").read_text().rsplit(")", 1)[1].split()[1])
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+    found, grown = {pid}, True
+    while grown:
+        more = {child for child, parent in parents.items() if parent in found} - found
+        found |= more
+        grown = bool(more)
+    return {(child, start) for child in found - {pid} if (start := _start(child)) is not None}
+
+
+def _opened(pid: int) -> int | None:
+    """A descriptor that becomes readable when the process ends; None where kernel or container have no such thing."""
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
         return None
 
 
 def _wait_and_clean() -> None:
     """What the process of `clean_up_after` does. It leaves its parent at once, which Ray would otherwise kill with its children."""
     task = json.load(sys.stdin)
-    parent = os.pidfd_open(task["pid"])
+    pid, start = task["pid"], task["start"]
+    handle = _opened(pid)
     if os.fork():
         return
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -95,8 +116,13 @@ def _wait_and_clean() -> None:
         os.dup2(nothing, stream)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    select.select([parent], [], [])
-    end_own([tuple(entry) for entry in task["processes"]], task["files"])
+    family, files = set[tuple[int, int]](), set[str](task["files"])
+    while _start(pid) == start:
+        if task["children"]:
+            family |= _descendants(pid)
+            files |= {str(path) for child in [pid, *(child for child, _ in family)] for path in _segments(child)}
+        select.select([handle] if handle is not None else [], [], [], _LOOK_SECONDS)
+    end_own({entry for entry in family if entry[0] != os.getpid()}, files)  # at first this process is one of them
 
 
 if __name__ == "__main__":

@@ -109,32 +109,36 @@ PARENT = """
 import subprocess, sys, time
 from pathlib import Path
 from verl_opd.process import clean_up_after
+clean_up_after([Path(sys.argv[2])], children=sys.argv[4] == "children")
 child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE, text=True)
 child.stdout.readline()
-clean_up_after([Path(sys.argv[2])])
 print(child.pid, flush=True)
 time.sleep(float(sys.argv[3]))
 """
 
 
-@pytest.mark.parametrize("killed", [True, False])
-def test_whatever_a_process_leaves_behind_is_cleaned_up_however_it_ends(tmp_path: Path, killed: bool):
-    """Its children, what they share in memory and its files; nothing of anybody else, and nothing before it has ended."""
+@pytest.mark.parametrize("handles", [True, False], ids=["pidfd", "without pidfd"])
+@pytest.mark.parametrize("killed", [True, False], ids=["killed", "ended"])
+def test_whatever_a_process_leaves_behind_is_cleaned_up_however_it_ends(tmp_path: Path, killed: bool, handles: bool):
+    """Its files, children that it started later, and what they share in memory; nothing of anybody else, and nothing before it has ended."""
     name, file = f"psm_test{os.getpid()}", tmp_path / "snapshot"
     foreign = shared_memory.SharedMemory(create=True, size=64)
     file.write_text("x")
-    arguments = [CHILD.format(name=name), str(file), "99" if killed else "1.5"]
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, *arguments], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    preamble = "" if handles else "import os\ndel os.pidfd_open\n"
+    (tmp_path / "sitecustomize.py").write_text(preamble)
+    arguments = [CHILD.format(name=name), str(file), "99" if killed else "3", "children"]
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, *arguments], stdout=subprocess.PIPE, text=True, env=env)
     try:
         child = psutil.Process(int(parent.stdout.readline()))
-        time.sleep(0.3)
+        time.sleep(2.5)
         assert child.is_running()
         assert file.exists()
         assert (Path("/dev/shm") / name).exists()
         if killed:
             parent.kill()
-        parent.wait(10)
         child.wait(10)
+        parent.wait(10)
         deadline = time.monotonic() + 10
         while file.exists() or (Path("/dev/shm") / name).exists():
             assert time.monotonic() < deadline
@@ -145,6 +149,28 @@ def test_whatever_a_process_leaves_behind_is_cleaned_up_however_it_ends(tmp_path
         parent.wait()
         foreign.close()
         foreign.unlink()
+
+
+def test_children_are_left_alone_unless_asked_for(tmp_path: Path):
+    """A driver in a notebook has children that are none of ours."""
+    name, file = f"psm_kept{os.getpid()}", tmp_path / "snapshot"
+    file.write_text("x")
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, CHILD.format(name=name), str(file), "99", "no"], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    child = psutil.Process(int(parent.stdout.readline()))
+    try:
+        parent.kill()
+        parent.wait(10)
+        deadline = time.monotonic() + 10
+        while file.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert child.is_running()
+        assert (Path("/dev/shm") / name).exists()
+    finally:
+        child.kill()
+        (Path("/dev/shm") / name).unlink(missing_ok=True)
 
 
 def engine(stall_timeout: float) -> RolloutEngine:

@@ -16,6 +16,7 @@ from tests.drafts import MASK, VOCAB, draft_config, target_config
 from verl_opd.config.schema import DraftConfig
 from verl_opd.drafts import files, get_family
 from verl_opd.drafts.dflash.config import layer_attention
+from verl_opd.drafts.dspark.config import as_dflash
 from verl_opd.drafts.readers import Use
 from verl_opd.errors import ConfigError
 from verl_opd.training.checkpoint import CheckpointStore
@@ -51,6 +52,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**get_family("eagle3").derive_config(target_config(), EAGLE_KEYS, K), "norm_before_residual": True},
     ),
     "dspark": ("dspark", {**get_family("dspark").derive_config(target_config(), KEYS, K), "markov_rank": 8}),
+    "dspark, sliding, not causal": (
+        "dspark",
+        {
+            **get_family("dspark").derive_config(target_config(), KEYS, K),
+            "markov_rank": 8,
+            "layer_types": ["sliding_attention"] * 2,
+            "sliding_window": 8,
+            "use_sliding_window": True,
+            "is_causal": False,
+        },
+    ),
 }
 
 
@@ -86,6 +98,8 @@ def test_a_speculators_file_read_back_is_the_same_draft(case: str, tmp_path: Pat
     assert all(torch.equal(tensor, files.narrow(original[name]).to(tensor.dtype)) for name, tensor in reloaded.state_dict().items())
     if family == "dflash":
         assert layer_attention(again) == layer_attention(config)
+    if family == "dspark":
+        assert layer_attention(as_dflash(again)) == layer_attention(as_dflash(config))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -115,6 +129,7 @@ def test_vllm_understands_a_speculators_file_as_the_draft_it_is(case: str, tmp_p
         for key in ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc"):
             assert getattr(seen, key) == bool(config.get(key)), key
     if family == "dspark":
+        assert seen.is_causal == layer_attention(as_dflash(config))[0][1]
         assert (seen.target_layer_ids, seen.sample_from_anchor, seen.markov_rank) == ([1, 3, 5], True, 8)
 
 
@@ -135,7 +150,13 @@ def test_sglang_gets_unshifted_layer_ids_and_names_that_all_its_releases_know(tm
     assert "eagle_aux_hidden_state_layer_ids" not in written
     assert written["num_hidden_layers"] == 1
     assert "midlayer.self_attn.q_proj.weight" in files.shapes_of(out / "model.safetensors")
-    assert "--speculative-algorithm EAGLE3" in serve_line(checkpoint, out, "sglang")
+    assert serve_line(checkpoint, out, "sglang") == (
+        f"python -m sglang.launch_server --model-path {tmp_path / 'target'} --speculative-algorithm EAGLE3 --speculative-draft-model-path {out} "
+        "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
+    )
+    for name in ("fc_norm", "norm_output", "norm_before_residual"):
+        with pytest.raises(ConfigError, match=f"has {name} switched on, which SGLang does not read"):
+            get_family("eagle3").for_reader({**config, name: True}, "sglang", Use("t", K))
     (tmp_path / "other").mkdir()
     _, same = exported(tmp_path / "other", *CASES["dflash"], "sglang")
     assert json.loads((same / "config.json").read_text()) == CASES["dflash"][1]

@@ -22,7 +22,7 @@ from verl_opd.errors import ConfigError
 
 GB = 1e9
 # Measured on a CPU with models of a few kilobytes: proportional set size, so that what processes share is counted once.
-PROCESS = {"trainer": 0.62, "engine": 1.05, "server": 0.75, "run": 2.2}
+PROCESS = {"trainer": 0.62, "engine": 1.05, "server": 0.6, "run": 1.4}
 CONTEXT = 1.0  # of an accelerator, per process that uses it: runtime, workspaces, communicators
 GRAPHS = 1.5  # captured graphs, outside of the engine's own share
 

@@ -193,7 +193,8 @@ def token_counter(progress: TokenProgress) -> Any:
 
 def start_async_llm(settings: EngineHost, arguments: dict[str, Any], what: str, progress: TokenProgress | None = None) -> Any:
     """vLLM's AsyncLLM, in the environment that `settings` ask for; its tokens told to `progress`. RolloutError says that `what` did not start, and where its
-    log is."""
+    log is. From now on whatever this process leaves behind is cleaned up after it."""
+    clean_up_after(children=True)
     set_engine_environment(settings)
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -203,12 +204,6 @@ def start_async_llm(settings: EngineHost, arguments: dict[str, Any], what: str, 
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=loggers)
     except Exception as error:
         raise RolloutError(f"{what} did not start ({type(error).__name__}: {error}); log: {settings.log_path}") from error
-
-
-def started_well(started: float) -> dict[str, Any]:
-    """What an engine server reports once it is up: seconds since `started`. From now on whatever it leaves behind is cleaned up after it."""
-    clean_up_after()
-    return {"seconds": time.monotonic() - started}
 
 
 async def last_output(outputs: Any) -> Any:
@@ -255,7 +250,7 @@ class RolloutEngine:
         except BaseException:
             await self.stop()
             raise
-        return {**facts, "url": self._url, **started_well(started)}
+        return {**facts, "url": self._url, "seconds": time.monotonic() - started}
 
     def _listen(self) -> socket.socket:
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)

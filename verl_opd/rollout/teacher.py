@@ -15,7 +15,7 @@ from verl_opd.errors import RolloutError
 from verl_opd.opd.trace import TeacherScores
 from verl_opd.process import redirect_output
 from verl_opd.rollout.router import Router
-from verl_opd.rollout.server import STOP_SECONDS, last_output, parsed_kwargs, start_async_llm, started_well
+from verl_opd.rollout.server import STOP_SECONDS, last_output, parsed_kwargs, start_async_llm
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class TeacherEngine:
         except BaseException:
             await self.stop()
             raise
-        return started_well(started)
+        return {"seconds": time.monotonic() - started}
 
     async def ailment(self) -> str:
         """Why this server cannot go on; empty while it can."""

@@ -102,8 +102,9 @@ def serve_line(checkpoint: Path, draft: Path, reader: str = "vllm") -> str:
     if reader == "speculators":
         return f"vllm serve {shlex.quote(str(draft))}"
     if reader == "sglang":
+        chain = f"--speculative-num-steps {tokens} --speculative-eagle-topk 1 " if family.chained else ""
         return (
             f"python -m sglang.launch_server --model-path {shlex.quote(identity['target'])} --speculative-algorithm {family.engine_method.upper()} "
-            f"--speculative-draft-model-path {shlex.quote(str(draft))} --speculative-num-draft-tokens {tokens + 1}"
+            f"--speculative-draft-model-path {shlex.quote(str(draft))} {chain}--speculative-num-draft-tokens {tokens + 1}"
         )
     return serve_command(identity["target"], str(draft), tokens, family.engine_method)

@@ -77,7 +77,8 @@ def to_speculators(config: Mapping[str, Any], use: Use) -> dict[str, Any]:
     }
     whole = dflash_config.to_speculators({**as_dflash(config), "architectures": None}, use)
     network = {key: value for key, value in whole["transformer_layer_config"].items() if key in backbone}
-    kept = {key: whole[key] for key in ("mask_token_id", "aux_hidden_state_layer_ids", "draft_vocab_size", "sliding_window_non_causal")}
+    network["is_causal"] = dflash_config.layer_attention(as_dflash(config))[0][1]  # vLLM reads no causality of DSpark from anywhere else
+    kept = {key: whole[key] for key in ("mask_token_id", "aux_hidden_state_layer_ids", "draft_vocab_size")}
     own = {**kept, "architectures": [ARCHITECTURE], "block_size": config["block_size"], "sample_from_anchor": True}
     return readers.to_speculators("dspark", network, use, own | {key: config[key] for key in _HEADS if key in config})
 

@@ -167,6 +167,11 @@ def from_speculators(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_sglang(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same draft for SGLang, which reads layer ids from eagle_config and adds one itself."""
+    """The same draft for SGLang, which reads layer ids from eagle_config and adds one itself. ConfigError for switches that it would not notice."""
+    on = [name for name in _SWITCHES if config.get(name)]
+    if on:
+        raise ConfigError(
+            f"this EAGLE-3 draft has {', '.join(on)} switched on, which SGLang does not read: use --reader vllm or speculators"
+        )
     rest = {key: value for key, value in config.items() if key != _IDS}
     return {**rest, "eagle_config": {"use_aux_hidden_state": True, _IDS: target_layer_ids(config)}}
