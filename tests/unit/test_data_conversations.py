@@ -143,6 +143,9 @@ def test_turns_without_a_stop_token_are_said(tmp_path: Path) -> None:
     assert tokenizer.decode(samples[0].response_ids) == "yo<|eot_id|>"
     assert "1 supervised turns end without a stop token" in str(report)
     assert "stop token" not in str(load(file, tokenizer)[1])
+    spaced = tokenizer_of("smollm2")
+    (sample,), _ = load(file, spaced, stop_ids=[spaced.convert_tokens_to_ids("<|eot_id|>")])
+    assert spaced.decode(sample.response_ids) == "yo<|im_end|>", "the line break behind it is the template's"
 
 
 def test_every_stop_token_of_the_target_counts(tiny_qwen3_dir: Path, tmp_path: Path) -> None:

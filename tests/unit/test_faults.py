@@ -230,9 +230,11 @@ def test_the_first_request_after_a_pause_is_given_its_time():
 
 def test_the_line_that_continues_a_run_does_not_start_from_the_old_checkpoint_again():
     plain = ["verl-opd", "train", "quickstart", "optim.lr=1e-4"]
-    assert continuing(plain) == plain
-    pinned = [*plain, "trainer.resume_mode=path", "trainer.resume_from_path=runs/a/b/checkpoints/step_10"]
-    assert continuing(pinned) == [*plain, "trainer.resume_mode=auto"]
+    newest = ["trainer.resume_mode=auto", "trainer.resume_from_path=null"]
+    assert continuing(plain, "auto") == plain
+    pinned = [*plain, "++trainer.resume_mode=path", "trainer.resume_from_path=runs/a/b/checkpoints/step_10"]
+    assert continuing(pinned, "path") == [*plain, *newest]
+    assert continuing(plain, "path") == [*plain, *newest], "set by the recipe"
 
 
 def test_first_line_of_an_error_without_text():

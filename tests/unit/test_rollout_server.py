@@ -150,6 +150,8 @@ def test_more_requests_than_the_rate_are_refused_until_there_is_room_again(monke
     assert ask(5) == 2
     now[0] += 60
     assert ask(5) == 3, "a pause saves up one second's worth"
+    scope = {"type": "http", "path": "/health", "headers": []}
+    assert ask(9) == 9, "whoever needs no key takes nothing from those who have one"
 
 
 def test_a_body_that_is_too_long_is_refused_announced_or_not():

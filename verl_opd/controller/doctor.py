@@ -154,6 +154,8 @@ def _configuration(cfg: Config) -> Iterator[Finding]:
     yield Finding("target", True, cfg.target.path)
     yield Finding("draft", True, cfg.draft.path or f"{cfg.draft.family} from random weights")
     yield Finding("prompts", True, f"{len(job.train)} to train on ({job.train_report}), {sum(map(len, job.benchmarks.values()))} held out")
+    if job.conversations is not None:
+        yield Finding("conversations", True, str(job.conversations()[1]))
     size = cfg.data.train_batch_size
     yield Finding("batch", len(job.train) >= size, f"data.train_batch_size={size} of {len(job.train)} prompts", "lower it, or add prompts")
 

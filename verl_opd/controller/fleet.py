@@ -166,9 +166,11 @@ class Fleet:
     def heal(self) -> bool:
         """Start every server again that no longer answers or says it cannot go on; whether there was one. WorkerDied when restarts are used
         up, or a whole node is lost."""
-        if lost := self._placement.lost_nodes():  # with the trainer ranks that lived there
-            raise WorkerDied(f"node {', '.join(lost)} is lost")
         sick = {index: reason for index, server in enumerate(self.servers) if (reason := ailment(server))}
+        if (
+            lost := self._placement.lost_nodes()
+        ):  # asked after the engines, whose silence may be the first sign; trainer ranks lived there too
+            raise WorkerDied(f"node {', '.join(lost)} is lost")
         for index, reason in sick.items():
             self._restarts.spend(f"engine {index} is lost ({reason})")
             self._replace(index)

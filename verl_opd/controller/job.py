@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -43,8 +43,9 @@ class Job:
     train: list[Prompt]
     train_report: DataReport
     benchmarks: dict[str, list[Prompt]]
-    conversations: list[RolloutSample]  # what warm-up learns from; empty = text that the target writes
-    conversation_report: ConversationReport | None
+    conversations: (
+        Callable[[], tuple[list[RolloutSample], ConversationReport]] | None
+    )  # what warm-up learns from; None = text that the target writes
     vocabulary: Vocabulary | None
     decode: Callable[[Sequence[int]], str]
     reward: Reward | None
@@ -129,16 +130,15 @@ def prepare(cfg: Config) -> Job:
         check_same_vocabulary(f"teacher.models.{name}", model, tokenizer, target_config.vocab_size, trust)
     train, report = load(data.train_files, max_samples=data.max_samples, teacher_key=cfg.teacher.key, teachers=teachers)
     benchmarks = {name: load([path], max_samples=data.val_max_samples)[0] for name, path in data.val_files.items()}
-    conversations, conversation_report = list[RolloutSample](), None
-    if cfg.warmup.files and cfg.trainer.warmup_steps:
-        conversations, conversation_report = load_conversations(
-            cfg.warmup.files,
-            tokenizer,
-            key=cfg.warmup.messages_key,
-            max_length=data.max_prompt_length + data.max_response_length,
-            stop_ids=stop_ids,
-            template_kwargs=data.apply_chat_template_kwargs,
-        )
+    conversations = partial(
+        load_conversations,
+        cfg.warmup.files,
+        tokenizer,
+        key=cfg.warmup.messages_key,
+        max_length=data.max_prompt_length + data.max_response_length,
+        stop_ids=stop_ids,
+        template_kwargs=data.apply_chat_template_kwargs,
+    )
     vocabulary = family.vocabulary(draft_config, cfg.draft.path)
     reward = None if cfg.opd.reward is None else load_reward(cfg.opd.reward)
     return Job(
@@ -148,8 +148,7 @@ def prepare(cfg: Config) -> Job:
         train,
         report,
         benchmarks,
-        conversations,
-        conversation_report,
+        cache(conversations) if cfg.warmup.files else None,
         vocabulary,
         lambda ids: str(tokenizer.decode(list(ids))),
         reward,

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -165,6 +166,7 @@ def train(cfg: Config, argv: list[str]) -> None:
     ) as trackers:
         run.describe(config, argv)
         with StopSignal() as stop:
+            again = False
             while True:
                 try:
                     if stop.asked:
@@ -175,59 +177,68 @@ def train(cfg: Config, argv: list[str]) -> None:
                     if "trainer.max_restarts" in str(error):  # said by whoever spent the last one
                         raise
                     restarts.spend(str(error))
+                    again = True
                     checkpoint = resolve_resume("auto", None, store, console.say) if store.committed else first
                 except ConfigError as error:  # what was there at first is not there any more, such as a node
-                    if restarts.left == restarts.allowed:
+                    if not again:
                         raise
-                    raise WorkerDied(f"cannot start again: {error}\n{_continue(store, argv)}") from error
+                    raise WorkerDied(f"cannot start again: {error}\n{_continue(store, cfg, argv)}") from error
                 except (Stopped, SystemExit) as error:
                     if not asked_to_stop(error):
                         raise
-                    console.say(f"stopped; {_continue(store, argv)}")
+                    console.say(f"stopped; {_continue(store, cfg, argv)}")
                     return
     print_summary(console, run.root)
 
 
-def _continue(store: CheckpointStore, argv: Sequence[str]) -> str:
-    return f"the newest checkpoint is {store.latest()}; continue with:\n{shlex.join(continuing(argv))}"
+def _continue(store: CheckpointStore, cfg: Config, argv: Sequence[str]) -> str:
+    return f"the newest checkpoint is {store.latest()}; continue with:\n{shlex.join(continuing(argv, cfg.trainer.resume_mode))}"
 
 
-def continuing(argv: Sequence[str]) -> list[str]:
-    """The command that goes on where this one stopped: from this run's newest checkpoint, wherever this one started from."""
+def continuing(argv: Sequence[str], resume_mode: str) -> list[str]:
+    """The command that goes on where this one stopped: from this run's newest checkpoint, wherever this one, with its `resume_mode`, started from."""
     started = ("trainer.resume_mode=", "trainer.resume_from_path=")
     kept = [argument for argument in argv if not argument.lstrip("+").startswith(started)]
-    return [*kept, "trainer.resume_mode=auto"] if len(kept) < len(argv) else kept
+    return kept if resume_mode == "auto" else [*kept, "trainer.resume_mode=auto", "trainer.resume_from_path=null"]
 
 
 @dataclass
 class Position:
-    """Where a run stands in its data and counters."""
+    """Where a run stands in its data and counters. conversations: while warm-up still learns from them; given: what they are."""
 
     loader: Loader[Prompt]
-    conversations: Loader[RolloutSample] | None
     progress: Progress
+    conversations: Loader[RolloutSample] | None = None
+    given: str = ""
 
 
 def _position(job: Job, store: CheckpointStore, checkpoint: Path | None) -> Position:
     """Where `checkpoint` left data and counters; ConfigError when it belongs to another run or other data."""
-    data, warmup = job.cfg.data, job.cfg.warmup
-    at = Position(Loader(job.train, data.train_batch_size, data.shuffle, data.seed), None, Progress())
-    if job.conversations:
-        at.conversations = Loader(job.conversations, warmup.samples_per_update, data.shuffle, data.seed, "warmup.samples_per_update")
+    data = job.cfg.data
+    at, state = Position(Loader(job.train, data.train_batch_size, data.shuffle, data.seed), Progress()), dict[str, Any]()
     if checkpoint is not None:
         check_identity(checkpoint, job.identity)
         state = store.read_state(checkpoint)
         at.loader.load_state(state["data"])
         at.progress = Progress.from_state(state["progress"])
-        given = state.get("conversations")
-        if (given is None) != (at.conversations is None) and at.progress.warmup_step < job.cfg.trainer.warmup_steps:
-            raise ConfigError(
-                f"the checkpoint was written {'without' if given is None else 'with'} warmup.files, in the middle of warm-up: "
-                "restore the key to resume, or start a new run from the exported draft with draft.path"
-            )
-        if at.conversations is not None and given is not None:
-            at.conversations.load_state(given)
+    if at.progress.warmup_step < job.cfg.trainer.warmup_steps:
+        _place_conversations(at, job, state.get("conversations"))
     return at
+
+
+def _place_conversations(at: Position, job: Job, state: dict[str, Any] | None) -> None:
+    warmup, data = job.cfg.warmup, job.cfg.data
+    if at.progress.warmup_step and (state is None) != (job.conversations is None):
+        raise ConfigError(
+            f"the checkpoint was written {'without' if state is None else 'with'} warmup.files, in the middle of warm-up: "
+            "restore the key to resume, or start a new run from the exported draft with draft.path"
+        )
+    if job.conversations is not None:
+        samples, report = job.conversations()
+        at.conversations = Loader(samples, warmup.samples_per_update, data.shuffle, data.seed, "warmup.samples_per_update")
+        at.given = f"given  {len(samples)} conversations ({report})\n"
+        if state is not None:
+            at.conversations.load_state(state)
 
 
 def _finished(job: Job, run: RunDir, store: CheckpointStore, checkpoint: Path | None) -> bool:
@@ -251,7 +262,7 @@ def _train_from(
     cfg = job.cfg
     at = _position(job, store, checkpoint)
     progress, steps = at.progress, total_steps(cfg, at.loader)
-    console.say(_headline(job, run, steps, checkpoint))
+    console.say(_headline(job, run, steps, checkpoint, at.given))
     with running(job, run, console, checkpoint, restarts, stop) as (placement, trainers, fleet):
         snapshots = SnapshotWriter(run.root, placement.on_this_node, 2 * trainers.draft_parameters)
         loop = Loop(
@@ -299,11 +310,10 @@ def evaluate(cfg: Config, argv: list[str]) -> None:
     write_atomic(run.root / "eval.json", json.dumps([result.as_dict() for result in results], indent=2))
 
 
-def _headline(job: Job, run: RunDir, steps: int, checkpoint: Path | None) -> str:
+def _headline(job: Job, run: RunDir, steps: int, checkpoint: Path | None, given: str) -> str:
     cfg, report = job.cfg, job.train_report
     servers = ", ".join(f"{name}: {cfg.teacher.replicas} x {path}" for name, path in job.teachers.items())
     teacher = f"servers {servers}" if servers else "the trainer's own copy of the target"
-    given = f"given  {len(job.conversations)} conversations ({job.conversation_report})\n" if job.conversations else ""
     start = f"resuming from {checkpoint}" if checkpoint else f"starting from {cfg.draft.path or 'random draft weights'}"
     return (
         f"target {cfg.target.path}\ndraft  {cfg.draft.family}, {job.draft_config['num_hidden_layers']} layers, "

@@ -19,7 +19,7 @@ from verl_opd.opd.layout import cost
 from verl_opd.opd.losses import LossSpec, StreamTotals
 from verl_opd.opd.metrics import StepMetrics
 from verl_opd.opd.plan import TrainItem
-from verl_opd.training.worker import TrainWorker
+from verl_opd.training.worker import LOOPBACK, TrainWorker
 
 
 def balance(items: Sequence[TrainItem], ranks: int) -> list[list[TrainItem]]:
@@ -39,7 +39,7 @@ class Trainers:
     def __init__(self, cfg: Config, draft_config: dict[str, Any], placement: Placement, logs: Path) -> None:
         world = len(placement.slots)
         nodes = {slot.node_id for slot in placement.slots}
-        self._address = placement.slots[0].node_ip if len(nodes) > 1 else "127.0.0.1"
+        self._address = placement.slots[0].node_ip if len(nodes) > 1 else LOOPBACK
         self._ranks = [
             TrainWorker.options(**placement.actor_options(slot.index, "trainer")).remote(
                 cfg, draft_config, slot.index, world, slot.cores, str(logs / f"train_{slot.index}.log")

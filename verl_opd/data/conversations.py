@@ -126,22 +126,28 @@ def mask_conversation(row: Row, tokenizer: Any, stop_ids: Collection[int], templ
         turn = [i for i, (low, high) in enumerate(offsets) if begin <= low and high <= stop and low < high]
         stops = [i for i in turn if ids[i] in stop_ids]
         open_turns += not stops
-        for i in turn if not stops else range(turn[0], stops[-1] + 1):
-            mask[i] = True
+        written = len(text[:stop].rstrip())  # without a stop token: all but the white space that templates put between turns
+        for i in turn:
+            mask[i] = i <= stops[-1] if stops else offsets[i][1] <= written
     return Masked(ids, tuple(mask), context, open_turns)
 
 
 def _canonical(message: dict[str, Any], tokenizer: Any, template_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """An assistant message with its thinking in the one place where this template looks for it, and nowhere when thinking is switched off."""
-    if message["role"] != "assistant" or not isinstance(message["content"], str):
+    """An assistant message with its thinking in the one place where this template looks for it, and nowhere when thinking is switched off.
+
+    In content, tags mean thinking only for templates that know them; elsewhere they are text like any other.
+    """
+    content, template = message["content"], str(tokenizer.chat_template)
+    if message["role"] != "assistant" or not isinstance(content, str):
         return message
-    before, closed, after = message["content"].rpartition(_CLOSE)
+    field = "reasoning_content" in template
+    before, closed, after = content.rpartition(_CLOSE) if field or _CLOSE in template else ("", "", content)
     thinking = message.get("reasoning_content") or before.removeprefix("\n").removeprefix(_OPEN).strip("\n")
     rest = {name: value for name, value in message.items() if name != "reasoning_content"}
-    rest["content"] = after.lstrip("\n") if closed else message["content"]
+    rest["content"] = after.lstrip("\n") if closed else content
     if not thinking or template_kwargs.get("enable_thinking") is False:
         return rest
-    if "reasoning_content" in str(tokenizer.chat_template):
+    if field:
         return {**rest, "reasoning_content": thinking}
     return {**rest, "content": f"{_OPEN}\n{thinking}\n{_CLOSE}\n\n{rest['content']}"}
 

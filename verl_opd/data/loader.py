@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import fields, replace
 from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
 
 from verl_opd.errors import ConfigError
 
@@ -32,6 +34,7 @@ class Loader(Generic[T]):
         if batch_size > len(items):
             raise ConfigError(f"{size_key}={batch_size} is larger than the training set of {len(items)} rows: lower it")
         self._items = list(items)
+        self._digest = _digest(items)
         self._batch_size = batch_size
         self._shuffle = shuffle
         self._seed = seed
@@ -61,21 +64,18 @@ class Loader(Generic[T]):
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken. ConfigError when data, batch size or seed differ, because the order would be another."""
         for key, now in self._order_inputs().items():
-            if state[key] != now:
+            if state.get(key) != now:
                 raise ConfigError(
-                    f"the checkpoint was written with other data settings ({key} was {state[key]!r}, is {now!r}): "
+                    f"the checkpoint was written with other data settings ({key} was {state.get(key)!r}, is {now!r}): "
                     "restore them to resume, or start a new run from the exported draft with draft.path"
                 )
         self.epoch, self._batch = state["epoch"], state["batch"]
         self._order = self._epoch_order()
 
     def _order_inputs(self) -> dict[str, Any]:
-        digest = hashlib.sha256()
-        for item in self._items:
-            digest.update(f"{item!r}\n".encode())
         return {
             "rows": len(self._items),
-            "rows_sha256": digest.hexdigest()[:16],
+            "rows_sha256": self._digest,
             "batch_size": self._batch_size,
             "shuffle": self._shuffle,
             "seed": self._seed,
@@ -86,3 +86,15 @@ class Loader(Generic[T]):
         if self._shuffle:
             random.Random(f"{self._seed}/{self.epoch}").shuffle(order)
         return order
+
+
+def _digest(items: Iterable[Any]) -> str:
+    """Of every field of every item (dataclasses); token ids as numbers, which is much faster than as text."""
+    digest = hashlib.sha256()
+    for item in items:
+        for field in fields(item):
+            value = getattr(item, field.name)
+            ids = isinstance(value, tuple) and bool(value) and isinstance(value[0], int)
+            digest.update(np.asarray(value, dtype=np.int64).tobytes() if ids else repr(value).encode())
+            digest.update(b"\n")
+    return digest.hexdigest()[:16]

@@ -35,7 +35,7 @@ class KeyRequired:
                 await _refuse(send, 401, "a valid API key is required", "Unauthorized")
         elif int(headers.get(b"content-length", b"0") or 0) > self._max_body:
             await _refuse(send, 413, f"a request body may have {self._max_body} bytes", "RequestEntityTooLarge")
-        elif scope["type"] == "http" and not self._admitted():
+        elif scope["type"] == "http" and scope["path"] not in self._OPEN and not self._admitted():
             await _refuse(send, 429, f"more than {self._max_rate:g} requests a second", "TooManyRequests")
         else:
             await self._app(scope, self._bounded(receive), send)

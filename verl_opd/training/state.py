@@ -38,13 +38,13 @@ def load_distributed(draft: nn.Module, optimizer: torch.optim.Optimizer, directo
     """Restore what `save_distributed` wrote; a rank that did not exist then keeps its own RNG. Collective. CheckpointError when one cannot."""
     try:
         dcp.load({"training": _Training(draft, optimizer)}, checkpoint_id=directory)
+        known = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+        if f"rng_{rank}" in known:
+            rng = {f"rng_{rank}": torch.get_rng_state()}
+            dcp.load(rng, checkpoint_id=directory, no_dist=True)
+            torch.set_rng_state(rng[f"rng_{rank}"])
     except CheckpointException as error:
         raise _reason(error) from error
-    known = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
-    if f"rng_{rank}" in known:
-        rng = {f"rng_{rank}": torch.get_rng_state()}
-        dcp.load(rng, checkpoint_id=directory, no_dist=True)
-        torch.set_rng_state(rng[f"rng_{rank}"])
 
 
 def _reason(error: CheckpointException) -> CheckpointError:

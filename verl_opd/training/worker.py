@@ -18,6 +18,7 @@ from verl_opd.opd.metrics import StepMetrics
 from verl_opd.opd.plan import TrainItem
 from verl_opd.process import redirect_output
 
+LOOPBACK = "127.0.0.1"
 _PATIENCE = timedelta(minutes=30)
 
 
@@ -46,13 +47,14 @@ class TrainRank:
         torch.set_num_threads(threads)
 
     def open_store(self, address: str) -> int:
-        """Listen on `address`, of this node, for the store through which the ranks meet; its port. Only on rank 0.
+        """Open the store through which the ranks meet; its port. On loopback when `address` is, else on all interfaces, as other nodes may know this one
+        by an address that is none of its own. Only on rank 0.
 
         The port is bound before anybody hears of it, so no other process can take it in between.
         """
         from torch.distributed import TCPStore
 
-        listener = socket.create_server((address, 0), backlog=self._world)
+        listener = socket.create_server((address if address == LOOPBACK else "", 0), backlog=self._world)
         port = int(listener.getsockname()[1])
         self._store = TCPStore(address, port, self._world, True, _PATIENCE, wait_for_workers=False, master_listen_fd=listener.detach())
         return port
