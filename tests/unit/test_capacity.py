@@ -7,7 +7,7 @@ from transformers import Qwen3Config
 
 from tests.drafts import QWEN3_4B_DFLASH
 from verl_opd.config.schema import Config
-from verl_opd.controller.capacity import GB, Sizes, engine_lines, estimate, micro_batch, sizes_of, trainer_lines
+from verl_opd.controller.capacity import GB, Sizes, engine_lines, estimate, micro_batch, sizes_of, teacher_lines, trainer_lines
 from verl_opd.devices import DEVICES
 
 SIZES = Sizes(
@@ -41,8 +41,9 @@ def test_parts_of_a_trainer_by_hand() -> None:
         lines[line.what.split(":")[0].split(" of ")[0]] += line.device * GB
     assert lines["frozen target"] == pytest.approx(4000)
     assert lines["draft"] == pytest.approx(50 * 16 + 50 * 4)
-    per_slot, per_context = 8 * 8 + 6 * 8 + 5 * 4 + 4 * 16, 5 * 4 + 2 * 8
-    assert lines["draft activations"] == pytest.approx((20 * per_slot + 50 * per_context) * 2 * 2 + 20 * (50 + 20) * 3)
+    per_slot = (8 * 8 + 6 * 8 + 5 * 4 + 4 * 16) * 2 + 24 * 8 + 24 * (8 + 4)
+    per_context = (5 * 4 + 2 * 8) * 2 + 24 * 4
+    assert lines["draft activations"] == pytest.approx((20 * per_slot + 50 * per_context) * 2 + 20 * (50 + 20) * 3)
     assert lines["target features and activations"] == pytest.approx(50 * (4 * 8 + 4 * 8 + 3 * 16) * 4)
     assert lines["LM head, 5 rows at a time"] == pytest.approx(4 * 5 * 100 * 4)
 
@@ -95,3 +96,14 @@ def test_the_engines_part_is_what_the_public_npu_run_read() -> None:
     held = sum(line.device for line in engine_lines(cfg, sizes, DEVICES["npu"], 61 * 2**30 / GB))
     assert held == pytest.approx(27, rel=0.25)
     assert estimate(cfg, sizes, DEVICES["npu"], 61 * 2**30 / GB).host > 9
+
+
+def test_teachers_are_counted_each_with_its_model() -> None:
+    cfg = config()
+    cfg.teacher.replicas, cfg.teacher.kv_cache_gb = 2, 1
+    (math, code) = teacher_lines(cfg, DEVICES["cpu"], None, {"math": 10**9, "code": 2 * 10**9})
+    assert code.device - math.device == pytest.approx(2 * 4.0)
+    without, with_them = (estimate(cfg, SIZES, DEVICES["cpu"], None, lines).total for lines in ([], [math, code]))
+    assert with_them - without == pytest.approx(math.device + code.device)
+    (one,) = teacher_lines(cfg, DEVICES["cuda"], 80.0, {"default": 1})
+    assert one.device == pytest.approx(0.5 * 80 + 1)

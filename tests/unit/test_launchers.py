@@ -63,7 +63,10 @@ def test_the_16_card_node_is_laid_out_as_published(dry_runs: dict[str, subproces
         "sdpa",
         True,
     )
-    assert "PIECEWISE" in cfg["rollout"]["engine_kwargs"]["compilation_config"]
+    assert cfg["rollout"]["engine_kwargs"]["compilation_config"] == {
+        "cudagraph_mode": "PIECEWISE",
+        "cudagraph_capture_sizes": [8, 16, 32, 64],
+    }
     text = dry_runs["npu_16card_a3.sh"].stdout
     assert "NPU bundle 13" in text
     assert "teacher server 1 (default)" in text

@@ -112,10 +112,10 @@ def or_zero(value: Any) -> str | None:
     return "0" if value is None else None
 
 
-def one_more(value: Any) -> str:
+def one_less(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError("a whole number")
-    return str(value + 1)
+    return str(value - 1)
 
 
 def a_path(value: Any) -> None:

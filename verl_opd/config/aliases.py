@@ -132,8 +132,8 @@ _SECTIONS: dict[str, dict[str, Row]] = {
         "verl_eagle3_random_response_anchor_enabled": To("opd.random_anchors", values.flag),
         "verl_dflash_random_response_anchor_seed": Drop(_SEEDED),
         "verl_eagle3_random_response_anchor_seed": Drop(_SEEDED),
-        "verl_eagle3_replay_block_size": To("draft.block_size"),
-        "verl_eagle3_ttt_length": To("draft.block_size", values.one_more, "one more: the anchor counts"),
+        "verl_eagle3_replay_block_size": To("rollout.num_speculative_tokens", values.one_less, "one less: the anchor counts"),
+        "verl_eagle3_ttt_length": To("rollout.num_speculative_tokens", note="a block is as long as what is drafted"),
         "verl_eagle3_ttt_step_weight": Drop("has no effect on blocks at anchors; opd.response_position_decay weighs their slots"),
         "verl_eagle3_response_stream_impl": Drop(
             "blocks start where the engine's did; opd.response_span=block labels each to its end", ("anchor_block",)
@@ -209,7 +209,7 @@ _SECTIONS: dict[str, dict[str, Row]] = {
             ("rollout.max_model_len",), values.model_length, "null up to prompt + response + 1, which would cut the last proposals"
         ),
         "max_num_batched_tokens": To("rollout.engine_kwargs.max_num_batched_tokens"),
-        "cudagraph_capture_sizes": To("rollout.engine_kwargs.cudagraph_capture_sizes"),
+        "cudagraph_capture_sizes": To("rollout.engine_kwargs.compilation_config.cudagraph_capture_sizes"),
         "enable_chunked_prefill": To("rollout.engine_kwargs.enable_chunked_prefill"),
         "enable_prefix_caching": To("rollout.engine_kwargs.enable_prefix_caching"),
         "enforce_eager": To("rollout.enforce_eager"),

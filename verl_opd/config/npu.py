@@ -15,7 +15,6 @@ from verl_opd.errors import ConfigError
 MAX_QUERY = 16  # tokens of one request in a decode step (npu_fused_infer_attention_score, layout TND)
 BATCHED_TOKENS = 2048  # vLLM's default of max_num_batched_tokens
 STREAMS = 1800  # of a die's 2048 that graphs may use; a trainer on the same die takes its part
-_DEFAULT_SIZES = 35  # captured sizes that vLLM chooses by itself
 _GOOD = '{"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [8, 16, 32, 64]}'
 
 
@@ -48,39 +47,48 @@ def _check_sizes(cfg: Config) -> None:
 
 
 def _check_environment(environ: Mapping[str, str]) -> None:
-    refused = {
-        "VLLM_ASCEND_ENABLE_NZ": (lambda value: value not in ("", "0"), "engines that sleep need 0: unset it"),
-        "VLLM_PLUGINS": (
-            lambda value: value != "" and "ascend" not in value.split(","),
-            "it hides every plugin it does not name, the NPU's included: add ascend, or unset it",
-        ),
-    }
-    for name, (wrong, remedy) in refused.items():
-        value = environ.get(name, "")
-        if wrong(value):
-            raise ConfigError(f"{name}={value} in the environment: {remedy}")
+    plugins = environ.get("VLLM_PLUGINS", "")
+    if plugins and "ascend" not in plugins.split(","):
+        raise ConfigError(
+            f"VLLM_PLUGINS={plugins} in the environment: it hides every plugin it does not name, the NPU's included: add ascend, or unset it"
+        )
 
 
 def _check_graphs(cfg: Config, target_layers: int, environ: Mapping[str, str]) -> None:
-    compilation = _parsed(cfg.rollout.engine_kwargs.get("compilation_config"))
-    mode, sizes = compilation.get("cudagraph_mode", "FULL_AND_PIECEWISE"), compilation.get("cudagraph_capture_sizes")
-    query = 1 + cfg.rollout.num_speculative_tokens
-    odd = [size for size in sizes or [] if size % query]
-    if "FULL" in mode and odd:
+    given = _parsed(cfg.rollout.engine_kwargs.get("compilation_config"))
+    mode = str(given.get("cudagraph_mode") or "FULL_AND_PIECEWISE").upper()  # vLLM reads it in any case
+    sizes, largest = (_graph_setting(cfg, given, name) for name in ("cudagraph_capture_sizes", "max_cudagraph_capture_size"))
+    if sizes is None:
+        largest = largest or min(cfg.rollout.max_num_seqs * (1 + cfg.rollout.num_speculative_tokens), 512)
+        sizes = [size for size in _default_sizes() if size <= largest]
+    elif "FULL" in mode and (odd := [size for size in sizes if size % (1 + cfg.rollout.num_speculative_tokens)]):
         raise ConfigError(
             f"rollout.engine_kwargs.compilation_config: cudagraph_mode={mode} captures whole decode steps, so sizes must be multiples of 1 + K = "
-            f"{query}; {odd} are not"
+            f"{1 + cfg.rollout.num_speculative_tokens}; {odd} are not"
         )
     pieces = target_layers if "PIECEWISE" in mode else 1
-    count = len(sizes) if sizes is not None else _DEFAULT_SIZES
-    if pieces * count > STREAMS // 2:
+    if mode != "NONE" and pieces * len(sizes) > STREAMS // 2:
         raise ConfigError(
-            f"rollout.engine_kwargs.compilation_config: {count} captured sizes x {pieces} pieces need about {pieces * count} streams; a die that a "
-            f"trainer shares has some {STREAMS // 2} (error 207005 at capture): use fewer sizes, such as '{_GOOD}', or rollout.enforce_eager=true"
+            f"rollout.engine_kwargs.compilation_config: {len(sizes)} captured sizes x {pieces} pieces need about {pieces * len(sizes)} streams; a die "
+            f"that a trainer shares has some {STREAMS // 2} (error 207005 at capture): use fewer sizes, such as '{_GOOD}', or "
+            "rollout.enforce_eager=true"
         )
     for name, value, remedy in (("TASK_QUEUE_ENABLE", "2", "use 1"), ("ASCEND_LAUNCH_BLOCKING", "1", "unset it")):
         if environ.get(name) == value:
             raise ConfigError(f"{name}={value} in the environment does not go with graphs: {remedy}, or set rollout.enforce_eager=true")
+
+
+def _graph_setting(cfg: Config, compilation: Mapping[str, Any], name: str) -> Any:
+    """An engine argument that may stand by itself or in compilation_config; vLLM takes one of the two."""
+    alone = cfg.rollout.engine_kwargs.get(name)
+    if alone is not None and compilation.get(name) is not None:
+        raise ConfigError(f"rollout.engine_kwargs.{name} and the same in compilation_config: set one of them")
+    return alone if alone is not None else compilation.get(name)
+
+
+def _default_sizes() -> list[int]:
+    """What vLLM captures when nothing is said: 1, 2, 4, every 8th up to 248, every 16th up to 512."""
+    return [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
 
 
 def _parsed(value: Any) -> dict[str, Any]:
@@ -90,4 +98,6 @@ def _parsed(value: Any) -> dict[str, Any]:
             value = json.loads(value)
         except json.JSONDecodeError as error:
             raise ConfigError(f"{value!r} is not valid JSON ({error.msg} at column {error.colno})") from error
+    if not isinstance(value or {}, Mapping):
+        raise ConfigError(f"{value!r} is no mapping: engine arguments such as compilation_config are written as one here")
     return dict(value or {})

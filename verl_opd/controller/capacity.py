@@ -7,7 +7,7 @@ their worst: a full micro-batch, samples as long as they may get. On accelerator
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,8 @@ from verl_opd.errors import ConfigError
 
 GB = 1e9
 # Measured on a CPU with models of a few kilobytes: proportional set size, so that what processes share is counted once.
-PROCESS = {"trainer": 0.62, "engine": 1.05, "server": 0.6, "run": 1.4}
+PROCESS = {"trainer": 0.36, "engine": 0.92, "server": 0.5, "run": 1.15}
+SLACK = 1.3  # what the C library's allocator keeps of a trainer's temporaries
 CONTEXT = 1.0  # of an accelerator, per process that uses it: runtime, workspaces, communicators
 GRAPHS = 1.5  # captured graphs, outside of the engine's own share
 
@@ -56,18 +57,16 @@ class Line:
 def sizes_of(cfg: Config, target_config: Any, draft_config: Mapping[str, Any]) -> Sizes:
     """Shapes, read from configurations; parameters are counted on models without memory."""
     import torch
-    from transformers import AutoModelForCausalLM
 
     from verl_opd.drafts import get_family
 
     family = get_family(cfg.draft.family)
     with torch.device("meta"):
-        target = AutoModelForCausalLM.from_config(target_config)
         draft = family.build(draft_config, seed=0, init_std=0.0)
     heads = draft_config["num_attention_heads"]
     head = draft_config.get("head_dim") or draft_config["hidden_size"] // heads
     return Sizes(
-        target_params=sum(parameter.numel() for parameter in target.parameters()),
+        target_params=parameter_count(target_config),
         target_hidden=target_config.hidden_size,
         target_intermediate=target_config.intermediate_size,
         vocab=target_config.vocab_size,
@@ -79,6 +78,16 @@ def sizes_of(cfg: Config, target_config: Any, draft_config: Mapping[str, Any]) -
         kv=draft_config["num_key_value_heads"] * head,
         block=family.block_size(draft_config, cfg.rollout.num_speculative_tokens),
     )
+
+
+def parameter_count(config: Any) -> int:
+    """Of a model, counted on one without memory; tied weights once."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _bytes(dtype: str) -> int:
@@ -106,22 +115,23 @@ def trainer_lines(cfg: Config, sizes: Sizes) -> list[Line]:
     world, wide, narrow = cfg.trainer.n_student_workers, _bytes(cfg.target.dtype), _bytes(cfg.training.param_dtype)
     context, slots, slots_per_sample = micro_batch(cfg, sizes)
     hidden, width, kv = sizes.target_hidden, sizes.width, sizes.kv
-    per_slot = 8 * hidden + 6 * width + 5 * kv + 4 * sizes.draft_intermediate
-    per_context = 5 * kv + 2 * width
+    # bytes; norms and rotations keep float32 copies of what they read
+    per_slot = (8 * hidden + 6 * width + 5 * kv + 4 * sizes.draft_intermediate) * narrow + 24 * hidden + 24 * (width + kv)
+    per_context = (5 * kv + 2 * width) * narrow + 24 * kv
     layers = 1 if cfg.training.gradient_checkpointing else sizes.draft_layers
     kept = (slots * per_slot + context * per_context) * layers
     if cfg.training.gradient_checkpointing:
-        kept += slots * hidden * sizes.draft_layers
+        kept += slots * hidden * narrow * sizes.draft_layers
     mask = slots * (cfg.data.max_prompt_length + cfg.data.max_response_length + slots_per_sample) * 3
     target = context * ((sizes.features + 1) * hidden + 4 * hidden + 3 * sizes.target_intermediate) * wide
     head = 4 * cfg.training.lm_head_chunk_size * sizes.vocab * 4
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
-    cached = min(cfg.training.feature_cache_mb * 2**20, _samples(cfg) // world * longest * (sizes.features + 1) * hidden * wide)
+    cached = min(cfg.training.feature_cache_mb * 2**20, _samples(cfg) * longest * (sizes.features + 1) * hidden * wide)
     return [
         Line("frozen target", sizes.target_params * wide / GB),
         Line("draft: float32 weights, gradients, two moments", sizes.draft_params * 16 / world / GB),
         Line(f"draft: gathered weights and gradients in {cfg.training.param_dtype}", sizes.draft_params * 2 * narrow / GB),
-        Line(f"draft activations of {slots} slots and {context} context tokens", (kept * narrow + mask) / GB),
+        Line(f"draft activations of {slots} slots and {context} context tokens", (kept + mask) / GB),
         Line("target features and activations", target / GB),
         Line(f"LM head, {cfg.training.lm_head_chunk_size} rows at a time", head / GB),
         *([Line("feature cache", cached / GB)] if cached else []),
@@ -129,7 +139,8 @@ def trainer_lines(cfg: Config, sizes: Sizes) -> list[Line]:
 
 
 def _samples(cfg: Config) -> int:
-    return cfg.data.train_batch_size * max(cfg.trainer.warmup_steps, 1)
+    """Responses that a rank may meet: mini-batches deal them out anew."""
+    return cfg.data.train_batch_size * (cfg.trainer.warmup_steps + (cfg.trainer.total_training_steps or 1))
 
 
 def engine_lines(cfg: Config, sizes: Sizes, device: Device, memory: float | None) -> list[Line]:
@@ -151,6 +162,19 @@ def engine_lines(cfg: Config, sizes: Sizes, device: Device, memory: float | None
     ]
 
 
+def teacher_lines(cfg: Config, device: Device, memory: float | None, parameters: Mapping[str, int]) -> list[Line]:
+    """What the teacher servers hold, each on a device of its own. parameters: by name of the model."""
+    if device.name != "cpu":
+        share = cfg.teacher.gpu_memory_utilization * (memory or 0.0)
+        what = f"a teacher server (teacher.gpu_memory_utilization={cfg.teacher.gpu_memory_utilization}), on a device of its own"
+        return [Line(what, share + CONTEXT)] if parameters else []
+    fixed = PROCESS["engine"] + PROCESS["server"] + float(cfg.teacher.kv_cache_gb or 1) * 2**30 / GB
+    return [
+        Line(f"teacher {name}, {cfg.teacher.replicas} server(s)", cfg.teacher.replicas * (fixed + count * _bytes(cfg.target.dtype) / GB))
+        for name, count in parameters.items()
+    ]
+
+
 @dataclass(frozen=True)
 class Estimate:
     """GB of one student worker: rolling out, training, on the host; and of everything on this machine (CPU)."""
@@ -161,21 +185,22 @@ class Estimate:
     total: float
 
 
-def estimate(cfg: Config, sizes: Sizes, device: Device, memory: float | None = None) -> Estimate:
-    """Peaks of one student worker. On a CPU trainer and engine are there all the time; on accelerators the engine sleeps while the trainer works."""
+def estimate(cfg: Config, sizes: Sizes, device: Device, memory: float | None = None, teachers: Sequence[Line] = ()) -> Estimate:
+    """Peaks of one student worker. On a CPU trainer and engine are there all the time, and teachers beside them; on accelerators the engine sleeps while
+    the trainer works."""
     trainer, engine = trainer_lines(cfg, sizes), engine_lines(cfg, sizes, device, memory)
     resident = sum(line.device for line in trainer[:2])  # what a trainer keeps between two updates
     busy, held = sum(line.device for line in trainer), sum(line.device for line in engine)
     if device.name == "cpu":
-        one = busy + held + PROCESS["trainer"] + PROCESS["engine"] + PROCESS["server"]
-        return Estimate(one, one, 0.0, one * cfg.trainer.n_student_workers + PROCESS["run"])
+        one = SLACK * busy + held + PROCESS["trainer"] + PROCESS["engine"] + PROCESS["server"]
+        return Estimate(one, one, 0.0, one * cfg.trainer.n_student_workers + PROCESS["run"] + sum(line.device for line in teachers))
     host = sum(line.host for line in engine) + PROCESS["trainer"] + PROCESS["engine"] + PROCESS["server"]
     asleep = engine[1].device
     return Estimate(resident + CONTEXT + held, busy + CONTEXT + asleep, host, 0.0)
 
 
-def report(cfg: Config, device: Device, sizes: Sizes | None, why_not: str = "") -> None:
-    """Print placement, environments and memory."""
+def report(cfg: Config, device: Device, sizes: Sizes | None, parameters: Mapping[str, int], why_not: str = "") -> None:
+    """Print placement, environments and memory. parameters: of the teacher servers' models, by name."""
     console = Console()
     students, models = cfg.trainer.n_student_workers, teacher_models(cfg)
     unit = "bundle" if device.ray_resource is None else f"{device.ray_resource} bundle"
@@ -191,16 +216,22 @@ def report(cfg: Config, device: Device, sizes: Sizes | None, why_not: str = "") 
     if sizes is None:
         console.say(f"memory: not estimated ({why_not})")
         return
-    _report_memory(console, cfg, device, sizes)
+    _report_memory(console, cfg, device, sizes, parameters)
 
 
-def _report_memory(console: Console, cfg: Config, device: Device, sizes: Sizes) -> None:
+def _report_memory(console: Console, cfg: Config, device: Device, sizes: Sizes, parameters: Mapping[str, int]) -> None:
     memory = device_memory(device)
     lines = [("trainer rank", line) for line in trainer_lines(cfg, sizes)]
     lines += [("engine", line) for line in engine_lines(cfg, sizes, device, memory)]
+    teachers = teacher_lines(cfg, device, memory, parameters)
+    lines += [("teachers", line) for line in teachers]
     rows = [[who, line.what, f"{line.device:.2f}", f"{line.host:.2f}"] for who, line in lines]
-    console.table("memory of one student worker, GB", ["process", "what", "device" if device.ray_resource else "memory", "host"], rows)
-    peak = estimate(cfg, sizes, device, memory)
+    console.table(
+        "memory of one student worker, and of teachers, GB",
+        ["process", "what", "device" if device.ray_resource else "memory", "host"],
+        rows,
+    )
+    peak = estimate(cfg, sizes, device, memory, teachers)
     if device.name == "cpu":
         console.say(
             f"peak of the run: about {peak.total:.1f} GB, {cfg.trainer.n_student_workers} student worker(s) of {peak.training:.1f} GB"
@@ -237,14 +268,17 @@ def plan(cfg: Config) -> None:
 
     print(to_yaml(cfg))
     device = resolve_device(cfg.trainer.device)
-    sizes, why_not = None, ""
+    sizes, why_not, parameters = None, "", dict[str, int]()
+    trust = cfg.target.trust_remote_code
     try:
-        target = AutoConfig.from_pretrained(cfg.target.path, trust_remote_code=cfg.target.trust_remote_code)
+        target = AutoConfig.from_pretrained(cfg.target.path, trust_remote_code=trust)
         if device.name == "npu":
             check_npu(cfg, target.num_hidden_layers, os.environ)
-        sizes = sizes_of(cfg, target, draft_config_of(cfg, target))
+        sizes = sizes_of(cfg, target, draft_config_of(cfg, target, weights=False))
+        models = {name: AutoConfig.from_pretrained(path, trust_remote_code=trust) for name, path in teacher_models(cfg).items()}
+        parameters = {name: parameter_count(model) for name, model in models.items()}
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigError) and not str(error).startswith("draft.path="):
             raise
         why_not = " ".join(str(error).split())[:200]
-    report(cfg, device, sizes, why_not)
+    report(cfg, device, sizes, parameters, why_not)

@@ -157,11 +157,12 @@ def prepare(cfg: Config) -> Job:
     )
 
 
-def draft_config_of(cfg: Config, target: PretrainedConfig) -> dict[str, Any]:
-    """config.json of the draft that `cfg` describes, checked against `target`; a hub id in draft.path becomes a local directory."""
+def draft_config_of(cfg: Config, target: PretrainedConfig, weights: bool = True) -> dict[str, Any]:
+    """config.json of the draft that `cfg` describes, checked against `target`; a hub id in draft.path becomes a local directory, with or without its
+    weights."""
     family, tokens = get_family(cfg.draft.family), cfg.rollout.num_speculative_tokens
     if cfg.draft.path is not None:
-        cfg.draft.path = local_directory(cfg.draft.path)
+        cfg.draft.path = local_directory(cfg.draft.path, weights)
         config = family.load_config(cfg.draft.path, target)
         if cfg.draft.block_size is not None:
             config = family.with_block(config, cfg.draft.block_size)

@@ -23,12 +23,13 @@ from verl_opd.errors import ConfigError
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
 
-def local_directory(path: str) -> str:
-    """`path` itself when it is a directory, else the local copy of the hub repository of that name; ConfigError when there is neither."""
+def local_directory(path: str, weights: bool = True) -> str:
+    """`path` itself when it is a directory, else the local copy of the hub repository of that name (its configuration alone without `weights`);
+    ConfigError when there is neither."""
     if Path(path).is_dir():
         return path
     try:
-        return str(snapshot_download(path, allow_patterns=["*.json", "*.safetensors"]))
+        return str(snapshot_download(path, allow_patterns=["*.json", *(["*.safetensors"] if weights else [])]))
     except (HFValidationError, OSError) as error:
         raise ConfigError(f"draft.path={path}: neither a directory nor a hub repository within reach ({type(error).__name__})") from error
 
