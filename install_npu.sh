@@ -13,7 +13,6 @@ set -euo pipefail
 export PYTHONDONTWRITEBYTECODE=1 # a dry run leaves nothing behind
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-stack=$root/verl_opd/stack.py
 planner=$root/scripts/npu_plan.py
 mode=install
 row=()
@@ -56,7 +55,7 @@ load_cann() {
     done
 }
 
-check() { "$python" "$stack" "${row[@]}"; }
+check() { "$python" "$planner" check "${row[@]}"; }
 
 torch_versions() { "$python" "$planner" pins --torch-only | grep -E '^torch(-npu)?==' | tr '\n' ' ' || true; }
 

@@ -1,6 +1,8 @@
-"""The steps of install_npu.sh, each with its reason; what pip may not replace; what the engines need to be built.
+"""What of the Ascend stack is here and what is missing: the comparison and the steps of install_npu.sh, what pip may not replace, what the engines need
+to be built.
 
-    python scripts/npu_plan.py plan [--shell]     exit 1 when an installation would be refused
+    python scripts/npu_plan.py check              a table; exit 1 when something does not fit
+    python scripts/npu_plan.py plan [--shell]     the steps, each with its reason; exit 1 when an installation would be refused
 
 Standard library only: it has to work before anything is installed.
 """
@@ -27,7 +29,6 @@ from verl_opd.stack import (  # noqa: E402 (from this checkout, installed or not
     Finding,
     Machine,
     Row,
-    add_options,
     detect,
     findings,
     pick_row,
@@ -111,7 +112,9 @@ class Planner:
         for name in builds:
             yield from self._checkout(name)
         constraints, tools = f"{self.scratch}/torch.txt", f"{self.scratch}/build.txt"
-        yield Step("pin torch", "pip may not replace torch or torch_npu", self._stack("pins", "--torch-only", "--out", constraints))
+        also = ("--also", f"transformers=={self.row.transformers}")
+        why = "pip may not replace torch or torch_npu, and takes the row's transformers"
+        yield Step("pin torch", why, self._stack("pins", "--torch-only", *also, "--out", constraints))
         why = "engines are built against the installed torch, not in an environment of their own"
         yield Step("list build tools", why, self._stack("build-requires", *folders, "--out", tools))
         yield Step(
@@ -202,18 +205,35 @@ def _parser(table: Mapping[str, Row]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="npu_plan.py", description="What an installation on an NPU machine still needs.")
     commands = parser.add_subparsers(dest="command", required=True)
     plan = commands.add_parser("plan", help="the steps of an installation")
-    add_options(plan, table)
+    for command in (commands.add_parser("check", help="compare and print a table"), plan):
+        command.add_argument("--row", choices=list(table), help="compare with this row instead of the one of the installed vllm")
+        command.add_argument("--root", type=Path, default=Path("/"), help="folder below which CANN's default folders are")
     plan.add_argument("--engines", action="store_true", help="build the engines though they are installed")
     plan.add_argument("--python", default=sys.executable, help="interpreter of the steps")
     plan.add_argument("--scratch", default="/tmp", help="folder for constraint files")
     plan.add_argument("--shell", action="store_true", help="tab-separated name, reason and shell command instead of JSON")
     pin = commands.add_parser("pins", help="constraints of what is installed")
     pin.add_argument("--torch-only", action="store_true")
+    pin.add_argument("--also", action="append", default=[], help="a further constraint")
     build = commands.add_parser("build-requires", help="what source trees need to be built, without torch and triton")
     build.add_argument("folders", nargs="+", type=Path)
     for command in (pin, build):
         command.add_argument("--out", type=Path, help="file instead of the standard output")
     return parser
+
+
+def _check(options: argparse.Namespace, table: Mapping[str, Row]) -> int:
+    machine = detect(os.environ, options.root)
+    row, why = pick_row(table, machine, options.row)
+    seen = findings(table, machine, row)
+    print(f"Ascend stack, vllm {row.vllm if row else 'unknown'} ({why})")
+    for finding in seen:
+        print(f"{finding.level.replace('error', 'ERROR'):<7}{finding.what:<15}{finding.seen}")
+        if finding.remedy:
+            print(f"{'':<22}-> {finding.remedy}")
+    bad = [finding.what for finding in seen if finding.level == "error"]
+    print(f"does not fit: {', '.join(bad)}" if bad else "fits")
+    return 1 if bad else 0
 
 
 def _plan(options: argparse.Namespace, table: Mapping[str, Row]) -> int:
@@ -236,7 +256,7 @@ def _plan(options: argparse.Namespace, table: Mapping[str, Row]) -> int:
 
 def _lines(options: argparse.Namespace) -> list[str]:
     if options.command == "pins":
-        return pins(detect(os.environ).packages, options.torch_only)
+        return [*pins(detect(os.environ).packages, options.torch_only), *options.also]
     asked = [line for folder in options.folders for line in strings_of("requires", (folder / "pyproject.toml").read_text(encoding="utf-8"))]
     return [line for line in dict.fromkeys(asked) if not re.match(r"(torch|triton)", line)]
 
@@ -244,6 +264,8 @@ def _lines(options: argparse.Namespace) -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     table = read_table()
     options = _parser(table).parse_args(argv)
+    if options.command == "check":
+        return _check(options, table)
     if options.command == "plan":
         return _plan(options, table)
     text = "".join(f"{line}\n" for line in _lines(options))

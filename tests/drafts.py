@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
@@ -99,3 +101,9 @@ def random_inputs(layout: Layout, features: int = 3, seed: int = 0) -> tuple[Ten
     samples, length = layout.input_ids.shape
     slots = (samples, layout.anchors.shape[1], layout.block_size, HIDDEN)
     return torch.randn(samples, length, features * HIDDEN, generator=generator), torch.randn(slots, generator=generator)
+
+
+def shapes_of(path: Path) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of a safetensors file, read from its header."""
+    with safe_open(str(path), framework="pt") as file:
+        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (not a dict)

@@ -17,7 +17,8 @@ class Device:
     """name: torch device type. ray_resource: what one worker asks Ray for (None = CPU only). visible_env: variable that masks devices; Ray sets it in
     every actor unless noset_env is set. process_group_backend: for torch.distributed. sleep_level: what `RolloutServer.sleep` is called with; level 1
     keeps a host copy of the frozen target, which is never streamed again; 0 = pause only, memory stays. attention: implementation for the frozen target.
-    trainer_env, engine_env: defaults for the environment of trainer ranks and of engines. engine_must: what an engine cannot do without."""
+    trainer_env, engine_env: defaults for the environment of trainer ranks and of engines, which they set before they use the device. engine_must: what
+    an engine cannot do without."""
 
     name: str
     ray_resource: str | None
@@ -54,10 +55,16 @@ DEVICES = {
 
 
 def actor_environment(device: Device, role: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables for an actor of `role` trainer or engine: what the user's environment sets, else the device's default, and what must be."""
-    defaults = device.trainer_env if role == "trainer" else device.engine_env
-    chosen = {name: environ.get(name, value) for name, value in defaults}
-    return {**chosen, **dict(device.engine_must)} if role == "engine" else chosen
+    """Variables of an actor of `role` trainer or engine on a node with `environ`: what is set there, else the device's default, and what must be."""
+    chosen = {name: environ.get(name, value) for name, value in (device.trainer_env if role == "trainer" else device.engine_env)}
+    return {**chosen, **{name: _with_must(environ.get(name, ""), value) for name, value in device.engine_must if role == "engine"}}
+
+
+def _with_must(given: str, must: str) -> str:
+    """`must` in the place of what is given; of comma-separated settings (name:value) only the one that it names."""
+    name, colon, _ = must.partition(":")
+    others = [part for part in given.split(",") if colon and part and not part.startswith(f"{name}:")]
+    return ",".join([*others, must])
 
 
 def check_isolation(device: Device, environ: Mapping[str, str]) -> None:
@@ -84,11 +91,6 @@ def _detect() -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def process_group_backend(device_type: str) -> str:
-    """torch.distributed backend string for a torch device type."""
-    return DEVICES[device_type].process_group_backend
 
 
 def split_cores(cores: list[int], parts: int) -> list[list[int]]:

@@ -26,13 +26,6 @@ def redirect_output(log_path: str) -> None:
     os.close(target)
 
 
-def log_tail(log_path: Path, lines: int = 15) -> str:
-    """The last lines of a log file, for an error message; a hint when there is none."""
-    if not log_path.exists():
-        return f"(no log at {log_path})"
-    return "\n".join(log_path.read_text(errors="replace").splitlines()[-lines:])
-
-
 def clean_up_after(files: Sequence[Path] = (), children: bool = False) -> None:
     """Start a process, outside of this one's family, that waits until this one is gone, even by SIGKILL, and then removes `files`. With `children` it
     also ends what is left of all that this process has started since, and removes the segments and semaphores that they shared in /dev/shm."""

@@ -1,19 +1,12 @@
-"""Which versions of the Ascend stack fit together, and what this machine has: `python verl_opd/stack.py` prints a table, and exits 1 when something
-does not fit.
-
-Standard library only, and runnable by path: it has to work before anything is installed.
-"""
+"""Which versions of the Ascend stack fit together, and what this machine has. Standard library only: it has to work before anything is installed."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
-import os
 import platform
 import re
 import shutil
-import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -26,7 +19,6 @@ ROOT = _PACKAGE.parent
 ENGINES = ("vllm", "vllm-ascend")
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"  # torch_npu asks for torch+cpu on x86-64, which PyPI does not have
 ASCEND_INDEX = "https://mirrors.huaweicloud.com/ascend/repos/pypi"  # triton-ascend above 3.2.0 is nowhere on PyPI
-_WORDS = {"ok": "ok", "note": "note", "error": "ERROR"}
 
 
 class Version(NamedTuple):
@@ -258,32 +250,3 @@ def _compared(what: str, found: str | None, row: Row, accepted: Collection[str],
 
 def _container(row: Row) -> str:
     return f"the container quay.io/ascend/vllm-ascend:v{row.vllm_ascend[-1]} (-a3 for Atlas A3)"
-
-
-def main(argv: list[str] | None = None) -> int:
-    table = read_table()
-    parser = argparse.ArgumentParser(
-        prog="stack.py", description="Compare the Ascend stack of this machine with third_party/versions.json."
-    )
-    add_options(parser, table)
-    options = parser.parse_args(argv)
-    machine = detect(os.environ, options.root)
-    row, why = pick_row(table, machine, options.row)
-    seen = findings(table, machine, row)
-    print(f"Ascend stack, vllm {row.vllm if row else 'unknown'} ({why})")
-    for finding in seen:
-        print(f"{_WORDS[finding.level]:<7}{finding.what:<15}{finding.seen}")
-        if finding.remedy:
-            print(f"{'':<22}-> {finding.remedy}")
-    bad = [finding.what for finding in seen if finding.level == "error"]
-    print(f"does not fit: {', '.join(bad)}" if bad else "fits")
-    return 1 if bad else 0
-
-
-def add_options(parser: argparse.ArgumentParser, table: Mapping[str, Row]) -> None:
-    parser.add_argument("--row", choices=list(table), help="compare with this row instead of the one of the installed vllm")
-    parser.add_argument("--root", type=Path, default=Path("/"), help="folder below which CANN's default folders are")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

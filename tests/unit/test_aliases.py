@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from scripts.alias_page import markdown
 from tests.alias_rows import ACTOR, CONFLICTS, DROPPED, LAUNCHER, LOSS, MODEL, REFUSED, RENAMED, ROLLOUT, TOGETHER, VERL
 from verl_opd.cli import main
-from verl_opd.config.aliases import TABLE, Drop, Refuse, To, With, markdown, table, translate
+from verl_opd.config.aliases import TABLE, Drop, Refuse, To, With, table, translate
 from verl_opd.config.keys import is_free_form, is_known
 from verl_opd.config.load import compose_config, load_config
 from verl_opd.config.validate import validate

@@ -14,7 +14,7 @@ from verl_opd.controller.fleet import Fleet
 from verl_opd.controller.loop import Loop
 from verl_opd.controller.phases import PhaseMachine
 from verl_opd.data.prompts import Prompt
-from verl_opd.errors import RolloutError, WeightSyncError
+from verl_opd.errors import RolloutError, WeightSyncError, WorkerDied
 from verl_opd.opd.trace import RolloutSample, TeacherScores, VerifyStep, VerifyTrace, is_finite
 from verl_opd.rollout.agent_loop import SampleFailure
 
@@ -91,3 +91,13 @@ def test_one_bad_sample_is_dropped_and_counted_and_many_end_the_run():
     assert "dropped 1 of 10 samples" in told[0]
     with pytest.raises(RolloutError, match="2 of 10 samples carry log-probs that are not numbers: x, y"):
         Loop._keep_finite(loop, [*good[:8], with_logprob("x", math.nan), with_logprob("y", math.nan)])
+
+
+def test_a_lost_node_is_no_lost_engine(monkeypatch: pytest.MonkeyPatch):
+    """An engine that does not answer may be the first sign of a lost node: nothing is spent on starting it where nothing can start."""
+    asked: list[str] = []
+    monkeypatch.setattr("verl_opd.controller.fleet.ailment", lambda server: asked.append(server) or "no answer in 30 s")
+    placement = SimpleNamespace(lost_nodes=lambda: ["10.0.0.2"] if asked else [])
+    fleet = SimpleNamespace(servers=["engine"], _placement=placement, _restarts=SimpleNamespace(spend=lambda what: pytest.fail(what)))
+    with pytest.raises(WorkerDied, match=r"node 10\.0\.0\.2 is lost"):
+        Fleet.heal(fleet)

@@ -10,8 +10,12 @@ from safetensors.torch import save_file
 
 from tests.tiny import MASK_TOKEN_ID
 from verl_opd.config.schema import Config
-from verl_opd.controller.job import prepare
+from verl_opd.controller.job import Job, prepare
+from verl_opd.controller.progress import Progress
+from verl_opd.controller.run import Position, _position
 from verl_opd.drafts import get_family
+from verl_opd.errors import ConfigError
+from verl_opd.training.checkpoint import CheckpointStore
 
 
 @pytest.fixture
@@ -57,3 +61,49 @@ def test_teachers_need_the_targets_vocabulary(cfg: Config, tiny_qwen3_dir: Path,
     cfg.teacher.models = {"other": str(foreign)}
     with pytest.raises(ValueError, match=r"teacher.models.other=.* has another vocabulary than the target .*something_else"):
         prepare(cfg)
+
+
+def conversations(path: Path, *answers: str) -> str:
+    rows = [{"messages": [{"from": "human", "value": "say"}, {"from": "gpt", "value": answer}]} for answer in answers]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def checkpoint(store: CheckpointStore, job: Job, at: Position, **progress: int) -> Path:
+    """One at this position, as the loop writes it."""
+    store.begin(1)
+    state = {"progress": Progress(**progress).state(), "data": at.loader.state(), "identity": job.identity}
+    given = None if at.conversations is None else at.conversations.state()
+    return store.commit(1, {**state, "conversations": given})
+
+
+def test_warm_up_on_conversations_goes_on_where_it_was_and_other_ones_are_refused(cfg: Config, tmp_path: Path):
+    """G1, G5: the same conversations in the same order; another file, or none, only once warm-up is done with them."""
+    cfg.data.train_batch_size, cfg.warmup.samples_per_update, cfg.trainer.warmup_steps = 1, 1, 4
+    cfg.warmup.files = [conversations(tmp_path / "a.jsonl", "one", "two", "three", "four", "five")]
+    job, store = prepare(cfg), CheckpointStore(tmp_path / "run", keep_last=1)
+    whole, at = _position(job, store, None), _position(job, store, None)
+    assert "5 conversations (5 rows read" in at.given
+    order = [sample.sample_id for _ in range(5) for sample in whole.conversations.next_batch()]
+    assert [sample.sample_id for _ in range(3) for sample in at.conversations.next_batch()] == order[:3]
+    saved = checkpoint(store, job, at, warmup_step=3)
+    resumed = _position(job, store, saved)
+    assert [sample.sample_id for _ in range(2) for sample in resumed.conversations.next_batch()] == order[3:]
+
+    cfg.warmup.files = [conversations(tmp_path / "b.jsonl", "one", "two", "three", "four", "six")]
+    with pytest.raises(ConfigError, match="other data settings"):
+        _position(prepare(cfg), store, saved)
+    cfg.warmup.files = []
+    with pytest.raises(ConfigError, match=r"written with warmup\.files, in the middle of warm-up"):
+        _position(prepare(cfg), store, saved)
+    done = checkpoint(store, job, at, warmup_step=4, opd_step=1)
+    assert _position(prepare(cfg), store, done).conversations is None
+
+
+def test_conversations_are_read_only_while_warm_up_learns_from_them(cfg: Config, tmp_path: Path):
+    cfg.data.train_batch_size, cfg.warmup.files = 1, [str(tmp_path / "not there")]
+    job, store = prepare(cfg), CheckpointStore(tmp_path / "run", keep_last=1)
+    assert _position(job, store, None).conversations is None  # no warm-up steps
+    cfg.trainer.warmup_steps = 1
+    with pytest.raises(ConfigError, match="not there cannot be read"):
+        _position(job, store, None)

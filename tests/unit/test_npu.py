@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
+import torch
 
 from verl_opd.config.npu import check_npu
 from verl_opd.config.schema import Config
 from verl_opd.devices import DEVICES, actor_environment, check_isolation
 from verl_opd.errors import ConfigError
+from verl_opd.rollout.server import EngineSettings, engine_environment
+from verl_opd.training.worker import TrainRank
 
 LAYERS = 36
 PIECEWISE = {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [8, 16, 32, 64]}
@@ -92,6 +96,36 @@ def test_rays_mask_of_devices_must_not_be_switched_off() -> None:
     check_isolation(DEVICES["cpu"], {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"})
     with pytest.raises(ConfigError, match="RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES=1 keeps Ray from giving every worker a npu"):
         check_isolation(DEVICES["npu"], {"RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1"})
+
+
+def test_each_role_gets_the_environment_its_device_needs() -> None:
+    """Trainer and engine share a die: ports that do not collide; an engine that sleeps: no NZ layout, no expandable segments. What a node sets counts."""
+    node = {
+        "HCCL_HOST_SOCKET_PORT_RANGE": "60000-60050",
+        "PYTORCH_NPU_ALLOC_CONF": "max_split_size_mb:32,expandable_segments:True",
+        "VLLM_ASCEND_ENABLE_NZ": "1",
+    }
+    trainer, engine = (actor_environment(DEVICES["npu"], role, node) for role in ("trainer", "engine"))
+    ports = {"HCCL_HOST_SOCKET_PORT_RANGE": "60000-60050", "HCCL_NPU_SOCKET_PORT_RANGE": "auto"}
+    assert trainer == ports
+    assert engine == {
+        **ports,
+        "TASK_QUEUE_ENABLE": "1",
+        "VLLM_ASCEND_ENABLE_NZ": "0",
+        "PYTORCH_NPU_ALLOC_CONF": "max_split_size_mb:32,expandable_segments:False",
+    }
+    assert actor_environment(DEVICES["npu"], "engine", {})["PYTORCH_NPU_ALLOC_CONF"] == "expandable_segments:False"
+
+
+def test_engines_and_ranks_set_it_before_they_use_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = EngineSettings("t", "bfloat16", "d", "dflash", 3, (0,), 3, 64, 4, device="npu")
+    assert engine_environment(settings)["VLLM_ASCEND_ENABLE_NZ"] == "0"
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr("verl_opd.training.worker.redirect_output", lambda path: None)
+    cfg = Config()
+    cfg.trainer.device, cfg.training.num_threads = "npu", torch.get_num_threads()
+    TrainRank(cfg, {}, 0, 1, (), "log")
+    assert os.environ["HCCL_NPU_SOCKET_PORT_RANGE"] == "auto"
 
 
 def test_only_an_npu_needs_variables() -> None:

@@ -51,8 +51,8 @@ def test_trainer_and_server_share_a_device_that_nobody_else_has(device: str, clu
     """F6: an actor that names no device sees none, or all of them sit on the first."""
     placement = placed(monkeypatch, device, 2, teachers=1)
     variable = DEVICES[device].visible_env
-    shared = [placement.actor_options(0, "trainer"), placement.actor_options(0, "engine")]
-    options = [*shared, placement.actor_options(1, "trainer"), placement.teacher_options(0)]
+    shared = [placement.actor_options(0), placement.actor_options(0)]
+    options = [*shared, placement.actor_options(1), placement.teacher_options(0)]
     placement.actors.extend(Witness.options(**chosen).remote() for chosen in options)
     (trainer,), (server,), (other,), (teacher,) = ray.get([actor.seen.remote(variable) for actor in placement.actors])
     assert trainer == server != ""
@@ -61,24 +61,9 @@ def test_trainer_and_server_share_a_device_that_nobody_else_has(device: str, clu
     placement.close()
 
 
-def test_each_role_gets_the_environment_its_device_needs(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trainer and engine share a die: ports that do not collide; an engine that sleeps: no NZ layout, no expandable segments."""
-    monkeypatch.setenv("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True")
-    monkeypatch.setenv("HCCL_HOST_SOCKET_PORT_RANGE", "60000-60050")
-    placement = placed(monkeypatch, "npu", 1)
-    names = ("HCCL_HOST_SOCKET_PORT_RANGE", "HCCL_NPU_SOCKET_PORT_RANGE", "VLLM_ASCEND_ENABLE_NZ", "PYTORCH_NPU_ALLOC_CONF")
-    placement.actors.extend(Witness.options(**placement.actor_options(0, role)).remote() for role in ("trainer", "engine"))
-    trainer, engine = ray.get([actor.seen.remote(*names) for actor in placement.actors])
-    assert trainer[:2] == engine[:2] == ["60000-60050", "auto"]
-    assert engine[2:] == ["0", "expandable_segments:False"]
-    assert trainer[2] == ""
-    placement.close()
-
-
 def test_on_a_cpu_no_device_is_asked_for(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
     placement = placed(monkeypatch, "cpu", 2)
-    options: dict[str, Any] = placement.actor_options(0, "engine")
-    assert "runtime_env" not in options
+    options: dict[str, Any] = placement.actor_options(0)
     assert "num_gpus" not in options
     assert "resources" not in options
     placement.close()

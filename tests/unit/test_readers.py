@@ -12,7 +12,7 @@ from torch import nn
 from vllm.transformers_utils.config import maybe_override_with_speculators
 from vllm.transformers_utils.configs.speculators import SpeculatorsConfig
 
-from tests.drafts import MASK, VOCAB, draft_config, target_config
+from tests.drafts import MASK, VOCAB, draft_config, shapes_of, target_config
 from verl_opd.config.schema import DraftConfig
 from verl_opd.drafts import files, get_family
 from verl_opd.drafts.dflash.config import layer_attention
@@ -135,7 +135,7 @@ def test_vllm_understands_a_speculators_file_as_the_draft_it_is(case: str, tmp_p
 
 def test_speculators_names_its_layer_as_its_readers_do(tmp_path: Path) -> None:
     _, out = exported(tmp_path, *CASES["eagle3"], "speculators")
-    names = files.shapes_of(out / "model.safetensors")
+    names = shapes_of(out / "model.safetensors")
     assert "layers.0.self_attn.q_proj.weight" in names
     assert not any("midlayer" in name for name in names)
     assert "embed_tokens.weight" not in names
@@ -149,7 +149,7 @@ def test_sglang_gets_unshifted_layer_ids_and_names_that_all_its_releases_know(tm
     assert written["eagle_config"] == {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 3, 5]}
     assert "eagle_aux_hidden_state_layer_ids" not in written
     assert written["num_hidden_layers"] == 1
-    assert "midlayer.self_attn.q_proj.weight" in files.shapes_of(out / "model.safetensors")
+    assert "midlayer.self_attn.q_proj.weight" in shapes_of(out / "model.safetensors")
     assert serve_line(checkpoint, out, "sglang") == (
         f"python -m sglang.launch_server --model-path {tmp_path / 'target'} --speculative-algorithm EAGLE3 --speculative-draft-model-path {out} "
         "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"

@@ -278,7 +278,7 @@ def test_transformers_comes_at_the_rows_pin_or_with_the_engine(tmp_path: Path) -
     *_, step = _planner(_with(transformers=None), tmp_path).steps()
     assert step.command == ("python", "-m", "pip", "install", "-c", "scratch/constraints.txt", "transformers==5.5.4")
     built = _planner(_with(transformers=None, vllm=None), tmp_path)
-    assert not any("transformers==5.5.4" in step.command for step in built.steps())
+    assert [step.name for step in built.steps() if "transformers==5.5.4" in step.command] == ["pin torch"]
     (tmp_path / ".git").mkdir()
     assert _refused(built, {}) == []
 
@@ -303,11 +303,10 @@ def test_errors_that_no_step_repairs_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for module in (stack, npu_plan):
-        monkeypatch.setattr(module, "detect", lambda environ, root=None: dataclasses.replace(FITS, project=str(ROOT)))
-    assert stack.main([]) == 0
+    monkeypatch.setattr(npu_plan, "detect", lambda environ, root=None: dataclasses.replace(FITS, project=str(ROOT)))
+    assert npu_plan.main(["check"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "fits"
-    assert stack.main(["--row", "0.23.0"]) == 1
+    assert npu_plan.main(["check", "--row", "0.23.0"]) == 1
     assert "ERROR  vllm           0.21.0+empty, but vllm 0.23.0 goes with 0.23.0" in capsys.readouterr().out
     assert npu_plan.main(["plan", "--python", "python"]) == 0
     plan = json.loads(capsys.readouterr().out)
@@ -317,10 +316,12 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "hydra-core is missing" in install["reason"]
     assert npu_plan.main(["pins", "--torch-only", "--out", str(tmp_path / "pins")]) == 0
     assert (tmp_path / "pins").read_text() == "torch==2.10.0+cpu\ntorch-npu==2.10.0\n"
+    assert npu_plan.main(["pins", "--torch-only", "--also", "transformers==5.5.4", "--out", str(tmp_path / "pins")]) == 0
+    assert (tmp_path / "pins").read_text().endswith("torch-npu==2.10.0\ntransformers==5.5.4\n")
 
 
 def test_it_runs_by_path_without_any_package(tmp_path: Path) -> None:
-    command = [sys.executable, "-I", "-S", str(ROOT / "verl_opd" / "stack.py"), "--root", str(tmp_path)]
+    command = [sys.executable, "-I", "-S", str(ROOT / "scripts" / "npu_plan.py"), "check", "--root", str(tmp_path)]
     done = subprocess.run(command, cwd=tmp_path, env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert "does not fit: torch, torch-npu, vllm, vllm-ascend, triton-ascend, transformers" in done.stdout

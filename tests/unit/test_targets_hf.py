@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaFor
 from tests.drafts import HIDDEN, LAYERS, VOCAB, target_config
 from verl_opd.errors import ConfigError
 from verl_opd.targets.hf import HFTarget, check_target_supported
-from verl_opd.targets.layers import hf_hidden_state_index
 
 KINDS = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 
@@ -38,7 +37,7 @@ def test_features_are_the_layer_outputs_in_the_order_asked(tmp_path: Path, kind:
     path, ids = _save(tmp_path, kind), _ids(2, 9)
     features = _target(path, [1, 3, 5]).features(ids, torch.tensor([9, 9]))
     states = AutoModelForCausalLM.from_pretrained(path)(ids, output_hidden_states=True).hidden_states
-    expected = torch.cat([states[hf_hidden_state_index(i)] for i in (1, 3, 5)], dim=-1)
+    expected = torch.cat([states[i + 1] for i in (1, 3, 5)], dim=-1)
     assert features.aux.shape == (2, 9, 3 * HIDDEN)
     torch.testing.assert_close(features.aux, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(features.last_hidden, states[-1], rtol=1e-5, atol=1e-5)

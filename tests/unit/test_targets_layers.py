@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from verl_opd.errors import ConfigError
-from verl_opd.targets.layers import default_layer_ids, hf_hidden_state_index, vllm_aux_layer_id
+from verl_opd.targets.layers import default_layer_ids, vllm_aux_layer_id
 
 
 @pytest.mark.parametrize(
@@ -31,5 +31,4 @@ def test_more_features_than_layers_can_give(layers: int, count: int) -> None:
 
 
 def test_conventions() -> None:
-    assert [hf_hidden_state_index(i) for i in (0, 35)] == [1, 36]
     assert [vllm_aux_layer_id(i) for i in (0, 35)] == [1, 36]

@@ -79,7 +79,7 @@ _NO_REWARDS = "no advantages, critics or reward models: the losses are in the op
 _NO_OLD = "no pass for old log-probs"
 _OFFLOAD = "nothing is offloaded: only the draft is trained"
 
-_SECTIONS: dict[str, dict[str, Row]] = {
+SECTIONS: dict[str, dict[str, Row]] = {
     "data": {
         "train_files": To("data.train_files", values.files, "a list inside a string is read"),
         "val_files": To("data.val_files", values.benchmarks, "a list becomes name: file, named after the files"),
@@ -337,7 +337,7 @@ _SECTIONS: dict[str, dict[str, Row]] = {
     "custom_reward_function": {"*": Refuse(_NO_REWARDS)},
     "ray_kwargs.ray_init": {"num_cpus": To("ray.num_cpus"), "runtime_env.*": To("ray.runtime_env.*")},
 }
-TABLE: dict[str, Row] = {f"{section}.{name}": row for section, rows in _SECTIONS.items() for name, row in rows.items()}
+TABLE: dict[str, Row] = {f"{section}.{name}": row for section, rows in SECTIONS.items() for name, row in rows.items()}
 
 
 # --- translation ---
@@ -425,7 +425,7 @@ def _new_lines(line: _Line, given: Given) -> dict[str, str]:
         raise ConfigError(f"{shown} has no meaning here ({row.why}): leave it out")
     if isinstance(row, Drop):
         if row.only and line.value not in row.only:
-            raise ConfigError(f"{shown} cannot be had ({row.why}): use {' or '.join(map(_shown, row.only))}, or leave it out")
+            raise ConfigError(f"{shown} cannot be had ({row.why}): use {' or '.join(map(in_words, row.only))}, or leave it out")
         return {}
     if isinstance(row, With):
         resolved = row.resolve(given)
@@ -455,7 +455,7 @@ def _check_agreement(counting: Mapping[str, _Line], news: Mapping[str, Mapping[s
             other = claims.setdefault(key, line)
             if line.value != other.value:
                 raise ConfigError(
-                    f"{other.text} and {line.text} both decide {key}, as {_shown(other.value)} and {_shown(line.value)}: keep one"
+                    f"{other.text} and {line.text} both decide {key}, as {in_words(other.value)} and {in_words(line.value)}: keep one"
                 )
 
 
@@ -466,7 +466,7 @@ def _reason(row: Row, new: Mapping[str, str]) -> str:
     return note if new or not note else f"decides nothing beside the other lines ({note})"
 
 
-def _shown(value: Any) -> str:
+def in_words(value: Any) -> str:
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -480,47 +480,3 @@ def table(translations: list[Translation]) -> str:
     width = min(88, max((len(entry.old) for entry in translations), default=0))
     rows = (f"  {entry.old:<{width}} -> {'  '.join(entry.new) or f'dropped: {entry.reason}'}" for entry in translations)
     return "".join(f"{row}\n" for row in rows)
-
-
-_INTRODUCTION = """\
-# Names from verl and Draft-OPD
-
-`verl-opd train`, `eval`, `bench` and `doctor` also read override lines written for verl and Draft-OPD, as `key=value`, `+key=value` or
-`++key=value`. What became of them is printed once, before anything else. Recipes (YAML) know only the keys of
-[`schema.py`](../verl_opd/config/schema.py).
-
-- What no line mentions keeps the value of the recipe, not the default of verl. Only where several old keys decide one of ours do the
-  missing ones count as in Draft-OPD: `loss_mode` k3, weights 1 and 0, decay 0.9.
-- A key marked *dropped* asks for what is the case anyway, or for what no result depends on; where accepted values are named, others are
-  refused with the reason.
-- Two lines that decide one key differently are refused, in whatever spelling. Of several lines with one old key the last one counts.
-- `opd.convention=draft_opd` chooses the anchors and the normaliser of Draft-OPD; it has no old name.
-
-The tables are made from `verl_opd/config/aliases.py`: `python -m verl_opd.config.aliases > docs/aliases.md`.
-"""
-
-
-def markdown() -> str:
-    """docs/aliases.md."""
-    parts = [_INTRODUCTION]
-    for section, rows in _SECTIONS.items():
-        lines = [f"| `{section}.{name}` | {_target(row)} | {_remark(row)} |" for name, row in rows.items()]
-        parts.append("\n".join([f"## {section}", "", "| old key | here | |", "|---|---|---|", *lines, ""]))
-    return "\n".join(parts)
-
-
-def _target(row: Row) -> str:
-    if isinstance(row, To | With):
-        return ", ".join(f"`{key}`" for key in ([row.new] if isinstance(row, To) else row.news))
-    return "dropped" if isinstance(row, Drop) else "refused"
-
-
-def _remark(row: Row) -> str:
-    if isinstance(row, To | With):
-        return row.note
-    accepted = ", ".join(f"`{_shown(value)}`" for value in row.only) if isinstance(row, Drop) else ""
-    return f"{row.why}; accepted: {accepted}" if accepted else row.why
-
-
-if __name__ == "__main__":
-    print(markdown(), end="")

@@ -60,7 +60,7 @@ class Fleet:
         self._agents = [self._new_agent() for _ in range(count)]
 
     def _new_server(self, index: int) -> Any:
-        server = RolloutServer.options(**self._placement.actor_options(index, "engine")).remote(self._settings[index])
+        server = RolloutServer.options(**self._placement.actor_options(index)).remote(self._settings[index])
         self._placement.actors.append(server)
         return server
 

@@ -13,7 +13,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from verl_opd.config.schema import Config
-from verl_opd.devices import Device, actor_environment, available_cores, split_cores
+from verl_opd.devices import Device, available_cores, split_cores
 from verl_opd.errors import ConfigError
 
 _BUNDLE_CPUS = 1.0
@@ -53,16 +53,16 @@ class Placement:
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         return sorted({slot.node_ip for slot in (*self.slots, *self.teacher_slots) if slot.node_id not in alive})
 
-    def actor_options(self, index: int, role: str) -> dict[str, Any]:
-        """Options for one of the two actors that share bundle `index`: the trainer rank (role "trainer") and the rollout server ("engine")."""
-        return self._options(self.group, index, 0.5, role)
+    def actor_options(self, index: int) -> dict[str, Any]:
+        """Options for one of the two actors (trainer rank, rollout server) that share bundle `index`."""
+        return self._options(self.group, index, 0.5)
 
     def teacher_options(self, index: int) -> dict[str, Any]:
         """Options for the teacher server that has teacher bundle `index` to itself."""
         assert self.teacher_group is not None
-        return self._options(self.teacher_group, index, 1.0, "engine")
+        return self._options(self.teacher_group, index, 1.0)
 
-    def _options(self, group: PlacementGroup, index: int, share: float, role: str) -> dict[str, Any]:
+    def _options(self, group: PlacementGroup, index: int, share: float) -> dict[str, Any]:
         options: dict[str, Any] = {
             "num_cpus": _BUNDLE_CPUS * share,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
@@ -71,8 +71,6 @@ class Placement:
             options["num_gpus"] = share
         elif self.device.ray_resource is not None:
             options["resources"] = {self.device.ray_resource: share}
-        if variables := actor_environment(self.device, role, os.environ):
-            options["runtime_env"] = {"env_vars": variables}
         return options
 
     def close(self) -> None:

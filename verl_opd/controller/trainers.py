@@ -41,7 +41,7 @@ class Trainers:
         nodes = {slot.node_id for slot in placement.slots}
         self._address = placement.slots[0].node_ip if len(nodes) > 1 else LOOPBACK
         self._ranks = [
-            TrainWorker.options(**placement.actor_options(slot.index, "trainer")).remote(
+            TrainWorker.options(**placement.actor_options(slot.index)).remote(
                 cfg, draft_config, slot.index, world, slot.cores, str(logs / f"train_{slot.index}.log")
             )
             for slot in placement.slots

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig
@@ -113,12 +112,6 @@ def compare(found: Mapping[str, Any], expected: Mapping[str, Any], where: str) -
     if problems:
         shown = "; ".join(problems[:6]) + (f"; and {len(problems) - 6} more" if len(problems) > 6 else "")
         raise ConfigError(f"{where}: {shown}")
-
-
-def shapes_of(path: Path) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of a safetensors file, read from its header."""
-    with safe_open(str(path), framework="pt") as file:
-        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (not a dict)
 
 
 def narrow(tensor: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import ray
 
+from verl_opd.devices import DEVICES, actor_environment
 from verl_opd.drafts.snapshot import DraftSnapshot
 from verl_opd.errors import RolloutError
 from verl_opd.opd.trace import VerifyTrace, check_trace, to_extra_fields, trace_from_events
@@ -101,7 +102,7 @@ def engine_environment(settings: EngineHost) -> dict[str, str | None]:
         env["VLLM_CPU_KVCACHE_SPACE"] = str(settings.kv_cache_gb or 1)
         if settings.cpu_cores:
             env["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, settings.cpu_cores))
-    return env
+    return {**env, **actor_environment(DEVICES[settings.device], "engine", os.environ)}
 
 
 def set_engine_environment(settings: EngineHost) -> None:

@@ -12,10 +12,6 @@ import itertools
 from verl_opd.errors import ConfigError
 
 
-def hf_hidden_state_index(layer_id: int) -> int:
-    return layer_id + 1
-
-
 def vllm_aux_layer_id(layer_id: int) -> int:
     return layer_id + 1
 

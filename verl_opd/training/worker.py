@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from verl_opd.config.schema import Config
-from verl_opd.devices import process_group_backend, resolve_device
+from verl_opd.devices import actor_environment, resolve_device
 from verl_opd.drafts.snapshot import DraftSnapshot
 from verl_opd.opd.losses import LossSpec, StreamTotals
 from verl_opd.opd.metrics import StepMetrics
@@ -38,6 +38,7 @@ class TrainRank:
         self._cfg, self._draft_config, self._rank, self._world = cfg, draft_config, rank, world_size
         self._store: Any = None
         self._device = resolve_device(cfg.trainer.device)
+        os.environ.update(actor_environment(self._device, "trainer", os.environ))
         threads = cfg.training.num_threads or len(cores) or 1
         os.environ["OMP_NUM_THREADS"] = str(threads)
         if self._device.name == "cpu" and cores:
@@ -67,8 +68,9 @@ class TrainRank:
 
         if self._store is None:
             self._store = dist.TCPStore(address, port, self._world, False, _PATIENCE)
-        backend = process_group_backend(self._device.name)
-        dist.init_process_group(backend, store=self._store, rank=self._rank, world_size=self._world, timeout=_PATIENCE)
+        dist.init_process_group(
+            self._device.process_group_backend, store=self._store, rank=self._rank, world_size=self._world, timeout=_PATIENCE
+        )
         self._trainer = DraftTrainer(self._cfg, self._draft_config, self._rank, self._world, self._device.name)
         return {"draft_parameters": sum(parameter.numel() for parameter in self._trainer.draft.parameters())}
 
