@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from transformers import Qwen3Config
+from transformers import LlamaConfig, Qwen3Config
 
 from tests.drafts import QWEN3_4B_DFLASH
+from verl_opd.config.load import load_config
 from verl_opd.config.schema import Config
 from verl_opd.controller.capacity import GB, Sizes, engine_lines, estimate, micro_batch, sizes_of, teacher_lines, trainer_lines
 from verl_opd.devices import DEVICES
+from verl_opd.drafts import get_family
 
 SIZES = Sizes(
     target_params=1000, target_hidden=8, target_intermediate=16, vocab=100, features=3, draft_params=50, draft_layers=2, draft_intermediate=16,
@@ -107,3 +109,34 @@ def test_teachers_are_counted_each_with_its_model() -> None:
     assert with_them - without == pytest.approx(math.device + code.device)
     (one,) = teacher_lines(cfg, DEVICES["cuda"], 80.0, {"default": 1})
     assert one.device == pytest.approx(0.5 * 80 + 1)
+
+
+# Peak of the proportional set sizes of all processes of a run, sampled every 4 s on two cores, GB; each run once.
+MEASURED = {
+    "quickstart": ([], 13.1),
+    "one worker, float32, larger batches and cache": (
+        [
+            "trainer.n_student_workers=1",
+            "rollout.kv_cache_gb=2",
+            "training.max_tokens_per_micro_batch=8192",
+            "training.lm_head_chunk_size=1024",
+            "training.feature_cache_mb=0",
+            "training.param_dtype=float32",
+            "trainer.warmup_steps=1",
+            "trainer.total_training_steps=2",
+        ],
+        8.0,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MEASURED)
+def test_estimates_are_within_a_quarter_of_what_was_measured(case: str) -> None:
+    overrides, measured = MEASURED[case]
+    cfg = load_config("quickstart", overrides)
+    target = LlamaConfig(
+        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
+        tie_word_embeddings=True, max_position_embeddings=8192,
+    )  # fmt: skip
+    draft = get_family("dflash").derive_config(target, cfg.draft, cfg.rollout.num_speculative_tokens)
+    assert estimate(cfg, sizes_of(cfg, target, draft), DEVICES["cpu"]).total == pytest.approx(measured, rel=0.25)
