@@ -120,9 +120,8 @@ def place(cfg: Config, device: Device, teachers: int = 0, timeout: float = 60.0)
         if device.ray_resource is not None:
             bundle[device.ray_resource] = 1.0
         _check_size(bundle, workers, teachers)
-        groups.append(_reserve(bundle, workers, timeout))
-        if teachers:
-            groups.append(_reserve(bundle, teachers, timeout))
+        for count in filter(None, (workers, teachers)):
+            groups.append(_reserve(bundle, count, timeout))
         everyone = _slots([(group, index) for group in groups for index in range(group.bundle_count)])
         slots, teacher_slots = everyone[:workers], [replace(slot, index=index) for index, slot in enumerate(everyone[workers:])]
         nodes = len({slot.node_id for slot in slots})
@@ -154,6 +153,7 @@ def _reserve(bundle: dict[str, float], count: int, timeout: float) -> PlacementG
     if group.wait(timeout):
         return group
     remove_placement_group(group)
+    _check_size(bundle, count, 0)  # Ray may have counted a node that was lost a moment before
     raise ConfigError(f"Ray could not reserve {count} bundles of {bundle} in {timeout:.0f} s: other jobs hold the cluster's resources")
 
 
