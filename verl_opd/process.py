@@ -29,7 +29,8 @@ def redirect_output(log_path: str) -> None:
 def clean_up_after(files: Sequence[Path] = (), children: bool = False) -> None:
     """Start a process, outside of this one's family, that waits until this one is gone, even by SIGKILL, and then removes `files`. With `children` it
     also ends what is left of all that this process has started since, and removes the segments and semaphores that they shared in /dev/shm."""
-    task = {"pid": os.getpid(), "start": _start(os.getpid()), "files": list(map(str, files)), "children": children}
+    me = os.getpid()
+    task = {"pid": me, "start": _start(me), "files": list(map(str, files)), "children": children, "before": sorted(_descendants(me))}
     command = [sys.executable, __file__]
     done = subprocess.run(command, input=json.dumps(task), capture_output=True, text=True, start_new_session=True, check=False)
     if done.returncode:
@@ -81,11 +82,9 @@ def _descendants(pid: int) -> set[tuple[int, int]]:
                 parents[int(entry.name)] = int(Path(entry.path, "stat").read_text().rsplit(")", 1)[1].split()[1])
             except (FileNotFoundError, ProcessLookupError):
                 continue
-    found, grown = {pid}, True
-    while grown:
-        more = {child for child, parent in parents.items() if parent in found} - found
+    found = {pid}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
         found |= more
-        grown = bool(more)
     return {(child, start) for child in found - {pid} if (start := _start(child)) is not None}
 
 
@@ -110,12 +109,13 @@ def _wait_and_clean() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     family, files = set[tuple[int, int]](), set[str](task["files"])
+    before = {(os.getpid(), _start(os.getpid())), *map(tuple, task["before"])}
     while _start(pid) == start:
         if task["children"]:
-            family |= _descendants(pid)
+            family |= _descendants(pid) - before
             files |= {str(path) for child in [pid, *(child for child, _ in family)] for path in _segments(child)}
         select.select([handle] if handle is not None else [], [], [], _LOOK_SECONDS)
-    end_own({entry for entry in family if entry[0] != os.getpid()}, files)  # at first this process is one of them
+    end_own(family, files)
 
 
 if __name__ == "__main__":

@@ -109,10 +109,11 @@ PARENT = """
 import subprocess, sys, time
 from pathlib import Path
 from verl_opd.process import clean_up_after
+older = subprocess.Popen(["sleep", "99"])
 clean_up_after([Path(sys.argv[2])], children=sys.argv[4] == "children")
 child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE, text=True)
 child.stdout.readline()
-print(child.pid, flush=True)
+print(child.pid, older.pid, flush=True)
 time.sleep(float(sys.argv[3]))
 """
 
@@ -130,7 +131,7 @@ def test_whatever_a_process_leaves_behind_is_cleaned_up_however_it_ends(tmp_path
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     parent = subprocess.Popen([sys.executable, "-c", PARENT, *arguments], stdout=subprocess.PIPE, text=True, env=env)
     try:
-        child = psutil.Process(int(parent.stdout.readline()))
+        child, older = map(psutil.Process, map(int, parent.stdout.readline().split()))
         time.sleep(2.5)
         assert child.is_running()
         assert file.exists()
@@ -144,6 +145,8 @@ def test_whatever_a_process_leaves_behind_is_cleaned_up_however_it_ends(tmp_path
             assert time.monotonic() < deadline
             time.sleep(0.05)
         assert (Path("/dev/shm") / foreign.name).exists()
+        assert older.is_running(), "what was there before is left alone"
+        older.kill()
     finally:
         parent.kill()
         parent.wait()
@@ -158,7 +161,7 @@ def test_children_are_left_alone_unless_asked_for(tmp_path: Path):
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, CHILD.format(name=name), str(file), "99", "no"], stdout=subprocess.PIPE, text=True, cwd=ROOT
     )
-    child = psutil.Process(int(parent.stdout.readline()))
+    child, older = map(psutil.Process, map(int, parent.stdout.readline().split()))
     try:
         parent.kill()
         parent.wait(10)
@@ -170,6 +173,7 @@ def test_children_are_left_alone_unless_asked_for(tmp_path: Path):
         assert (Path("/dev/shm") / name).exists()
     finally:
         child.kill()
+        older.kill()
         (Path("/dev/shm") / name).unlink(missing_ok=True)
 
 

@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from verl_opd.config.schema import Config
 from verl_opd.devices import Device, available_cores, split_cores
 from verl_opd.errors import ConfigError
+from verl_opd.process import clean_up_after
 
 _BUNDLE_CPUS = 1.0
 
@@ -97,6 +98,7 @@ def start_ray(cfg: Config, teachers: int = 0) -> None:
     if address:
         ray.init(address=address, **quiet)
         return
+    clean_up_after(children=True)  # agents of a local Ray outlive a killed driver by a minute
     cpus = cfg.ray.num_cpus or max(len(available_cores()), cfg.trainer.n_student_workers + teachers)
     options = {"address": "local", "num_cpus": cpus, "include_dashboard": False, **quiet}
     try:
