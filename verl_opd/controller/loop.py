@@ -331,7 +331,7 @@ class Loop:
 
     def _validate_stage(self, stage: str) -> None:
         """Validate at a named point of the run, once: a resumed run keeps the result it already has."""
-        if stage in self.progress.results or not self.benchmarks.names:
+        if stage in self.progress.results or not self.benchmarks.prompts:
             return
         results = self._validate()
         self.fleet.prove_target()

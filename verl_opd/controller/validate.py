@@ -18,10 +18,6 @@ class Benchmarks:
     prompts: dict[str, list[Prompt]]
     max_response_length: int
 
-    @property
-    def names(self) -> list[str]:
-        return list(self.prompts)
-
     def run(self, fleet: Fleet, draft_version: int) -> list[BenchmarkResult]:
         """Roll out every benchmark with the draft that the engines hold."""
         sampling = {**GREEDY, "max_tokens": self.max_response_length}
