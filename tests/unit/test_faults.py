@@ -222,6 +222,23 @@ def test_a_call_into_a_dead_or_hanging_core_ends():
     asyncio.run(scenario())
 
 
+def test_whoever_asks_for_a_trace_while_a_core_dies_gets_an_answer():
+    """The second request finishes while the traces of the first are collected, and the core dies in between."""
+
+    async def scenario() -> None:
+        dying = engine(60)
+        dying._engine = SimpleNamespace(errored=False, collective_rpc=lambda method, args: asyncio.sleep(30))
+        first = asyncio.ensure_future(dying._pop("a"))
+        await asyncio.sleep(0.05)
+        second = asyncio.ensure_future(dying._pop("b"))
+        await asyncio.sleep(0.05)
+        dying._engine.errored = True
+        answers = await asyncio.wait_for(asyncio.gather(first, second, return_exceptions=True), 10)
+        assert [str(answer) for answer in answers] == ["opd_pop_traces: the engine core died"] * 2
+
+    asyncio.run(scenario())
+
+
 def test_the_first_request_after_a_pause_is_given_its_time():
     async def scenario() -> None:
         live = engine(0.3)

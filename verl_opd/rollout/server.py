@@ -387,7 +387,7 @@ class RolloutEngine:
             except Exception as error:
                 for future in batch.values():
                     future.set_exception(error)
-                return
+                continue  # whoever came meanwhile waits for an answer of its own
             for request_id, future in batch.items():
                 future.set_result(parts[0][request_id])
 
