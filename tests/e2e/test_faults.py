@@ -55,8 +55,13 @@ def test_a_run_survives_whatever_dies_and_stops_when_asked(tiny_llama_dir: Path,
         wait_for(lambda: steps_of(folder) or process.poll() is not None, 300, "the first step")
         for title, number in INJURIES:
             assert process.poll() is None, log.read_text()[-3000:]
-            victims = processes(process.pid, title)
-            assert victims, f"no process is called {title}: {log.read_text()[-1000:]}"
+            victims: list[int] = []
+            wait_for(
+                lambda title=title, victims=victims: victims.extend(processes(process.pid, title)) or victims,
+                20,
+                f"a process called {title}: {log.read_text()[-1000:]}",
+                0.1,
+            )
             told, reached = log.read_text().count("starting again"), max(steps_of(folder))
             if title == "ray::TrainRank":
                 wait_for(lambda: list(store.glob(".tmp-step_*")), 60, "a checkpoint that is being written", 0.002)
