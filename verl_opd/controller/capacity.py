@@ -208,9 +208,8 @@ def report(cfg: Config, device: Device, sizes: Sizes | None, parameters: Mapping
     names = [name for name in models for _ in range(cfg.teacher.replicas)]
     rows += [[f"teacher {unit} {i}", f"teacher server {i} ({name})"] for i, name in enumerate(names)]
     console.table(f"placement over {cfg.trainer.nnodes} node(s)", ["where", "who"], rows)
-    variables = [
-        [role, name, value] for role in ("trainer", "engine") for name, value in actor_environment(device, role, os.environ).items()
-    ]
+    environ = {**os.environ, **cfg.ray.runtime_env.get("env_vars", {})}  # as actors will have it
+    variables = [[role, *item] for role in ("trainer", "engine") for item in actor_environment(device, role, environ).items()]
     if variables:
         console.table("environment of the actors", ["role", "variable", "value"], variables)
     if sizes is None:

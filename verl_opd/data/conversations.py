@@ -68,7 +68,6 @@ def load_conversations(
     max_length: int,
     stop_ids: Collection[int],
     template_kwargs: Mapping[str, Any] | None = None,
-    max_samples: int | None = None,
 ) -> tuple[list[RolloutSample], ConversationReport]:
     """The conversations of JSONL files as finished responses: prompt_ids is all before the first supervised token, response_ids the rest up to the last.
 
@@ -77,7 +76,7 @@ def load_conversations(
     """
     if not getattr(tokenizer, "is_fast", False) or getattr(tokenizer, "chat_template", None) is None:
         raise ConfigError("warmup.files needs a target with a fast tokenizer and a chat template: its masks come from both")
-    rows = read_rows(files, key, "warmup.messages_key", max_samples)
+    rows = read_rows(files, key, "warmup.messages_key")
     samples, refused = list[RolloutSample](), list[str]()
     overlong = unsupervised = context = open_turns = tokens = 0
     for index, row in enumerate(rows):

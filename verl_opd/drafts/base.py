@@ -118,7 +118,7 @@ class DraftFamily(Protocol):
         ...
 
     def for_reader(self, config: Mapping[str, Any], reader: str, use: Use) -> tuple[dict[str, Any], Callable[[str], str]]:
-        """config.json, and what to call each parameter, for one of `readers.READERS`; ConfigError when it does not read this family. What
+        """config.json, and what to call each parameter, for one of the readers of readers.py; ConfigError when it does not read this family. What
         `load_config` and `load_weights` read back is the same draft, but for sglang."""
         ...
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from verl_opd.errors import ConfigError
 
-READERS = ("vllm", "speculators", "sglang")
 _TYPE = "speculators_model_type"
 
 
