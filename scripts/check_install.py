@@ -1,4 +1,5 @@
-"""Import what verl-opd stands on and print one summary; exit 1 with the reason when something does not work.
+"""Import what verl-opd stands on and print one summary; exit 1 with the reason when something does
+not work.
 
 Run by scripts/install.sh with the interpreter of the new environment.
 """
@@ -37,11 +38,16 @@ def _torch_is_cpu_build() -> None:
     import torch
 
     if torch.version.cuda is not None:
-        raise ImportError(f"torch {torch.__version__} is a CUDA build; the cpu extra needs a +cpu build (remove .venv and install again)")
+        raise ImportError(
+            f"torch {torch.__version__} is a CUDA build; the cpu extra needs a +cpu build (remove "
+            ".venv and install again)"
+        )
 
 
 def _checks(extras: set[str], quick: bool) -> dict[str, Callable[[], object]]:
-    checks: dict[str, Callable[[], object]] = {name: lambda name=name: _import_package(name) for name in QUICK}
+    checks: dict[str, Callable[[], object]] = {
+        name: lambda name=name: _import_package(name) for name in QUICK
+    }
     if "cpu" in extras:
         checks["torch build"] = _torch_is_cpu_build
     if not quick:
@@ -70,7 +76,9 @@ def main() -> int:
         except Exception as error:  # whatever a broken package raises on import is the answer
             print(f"install: error: {name}: {type(error).__name__}: {error}", file=sys.stderr)
             return 1
-    missing = [name for name in ("torchvision", "torchaudio") if importlib.util.find_spec(name) is None]
+    missing = [
+        name for name in ("torchvision", "torchaudio") if importlib.util.find_spec(name) is None
+    ]
     note = f"; without {' and '.join(missing)}, which are not needed" if missing else ""
     print(f"install: ready: Python {platform.python_version()}, {_versions(extras)}{note}")
     return 0

@@ -1,10 +1,13 @@
-"""Supervision against on-policy distillation at equal wall-clock: several seeds, one warm-up each, every variant continued from it.
+"""Supervision against on-policy distillation at equal wall-clock: several seeds, one warm-up each,
+every variant continued from it.
 
-    .venv/bin/python scripts/compare.py run --seeds 42 7 123      # hours on two cores; a variant that is done is not run again
-    .venv/bin/python scripts/compare.py table                     # markdown table of what has been run, and docs/comparison.png (needs matplotlib)
+    .venv/bin/python scripts/compare.py run --seeds 42 7 123      # hours on two cores; a variant
+    that is done is not run again .venv/bin/python scripts/compare.py table                     #
+    markdown table of what has been run, and docs/comparison.png (needs matplotlib)
 
-Every variant trains `--steps` rollout steps of the quickstart recipe after the same warm-up. Continued supervision gets `--supervised-updates`
-optimiser steps per rollout step instead, set so that it takes as long as the on-policy variants, whose rollouts draft.
+Every variant trains `--steps` rollout steps of the quickstart recipe after the same warm-up.
+Continued supervision gets `--supervised-updates` optimiser steps per rollout step instead, set so
+that it takes as long as the on-policy variants, whose rollouts draft.
 """
 
 from __future__ import annotations
@@ -32,19 +35,36 @@ def slug(name: str) -> str:
 
 def train(run_dir: Path, seed: int, overrides: list[str]) -> None:
     """`verl-opd train quickstart` into `run_dir`; its output goes to console.log there."""
-    command = [str(Path(sys.executable).with_name("verl-opd")), "train", "quickstart", f"trainer.run_dir={run_dir}"]
-    command += [f"trainer.seed={seed}", f"data.seed={seed}", "data.val_max_samples=48", "trainer.val_before_train=false", *overrides]
+    command = [
+        str(Path(sys.executable).with_name("verl-opd")),
+        "train",
+        "quickstart",
+        f"trainer.run_dir={run_dir}",
+    ]
+    command += [
+        f"trainer.seed={seed}",
+        f"data.seed={seed}",
+        "data.val_max_samples=48",
+        "trainer.val_before_train=false",
+        *overrides,
+    ]
     log = run_dir.with_suffix(".log")
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a") as file:
         subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=True)
 
 
-def run(root: Path, seeds: list[int], steps: int, supervised_updates: int, only: list[str] | None) -> None:
+def run(
+    root: Path, seeds: list[int], steps: int, supervised_updates: int, only: list[str] | None
+) -> None:
     for seed in seeds:
         warm = root / f"seed_{seed}" / "warmup"
         if not (warm / "summary.json").exists():
-            train(warm, seed, [f"trainer.warmup_steps={WARMUP_STEPS}", "trainer.total_training_steps=0"])
+            train(
+                warm,
+                seed,
+                [f"trainer.warmup_steps={WARMUP_STEPS}", "trainer.total_training_steps=0"],
+            )
         for name, overrides in VARIANTS.items():
             folder = root / f"seed_{seed}" / slug(name)
             if (folder / "summary.json").exists() or (only and slug(name) not in only):
@@ -53,36 +73,63 @@ def run(root: Path, seeds: list[int], steps: int, supervised_updates: int, only:
             shutil.copytree(warm, folder, symlinks=True)
             (folder / "summary.json").unlink()
             if overrides is None:
-                extra = [f"trainer.warmup_steps={WARMUP_STEPS + steps}", f"warmup.updates_per_step={supervised_updates}"]
+                extra = [
+                    f"trainer.warmup_steps={WARMUP_STEPS + steps}",
+                    f"warmup.updates_per_step={supervised_updates}",
+                ]
                 extra.append("trainer.total_training_steps=0")
             else:
-                extra = [f"trainer.warmup_steps={WARMUP_STEPS}", f"trainer.total_training_steps={steps}", *overrides]
+                extra = [
+                    f"trainer.warmup_steps={WARMUP_STEPS}",
+                    f"trainer.total_training_steps={steps}",
+                    *overrides,
+                ]
             train(folder, seed, extra)
 
 
 def outcome(folder: Path, stage: str) -> tuple[float, float]:
-    """(held-out tau after `stage`, seconds of rollout, training and push in the steps that followed the warm-up)."""
+    """(held-out tau after `stage`, seconds of rollout, training and push in the steps that followed
+    the warm-up).
+    """
     tau = json.loads((folder / "summary.json").read_text())["results"][stage][0]["tau"]
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     parts = ("timing_s/gen", "timing_s/update_actor", "timing_s/update_weights")
-    steps = [row for row in rows if "timing_s/step" in row and row["training/global_step"] > WARMUP_STEPS]
+    steps = [
+        row for row in rows if "timing_s/step" in row and row["training/global_step"] > WARMUP_STEPS
+    ]
     return tau, sum(row[part] for row in steps for part in parts)
 
 
 def table(root: Path, seeds: list[int], image: Path) -> None:
     """Print a markdown table of all seeds that are complete, and draw them to `image`."""
-    done = [seed for seed in seeds if all((root / f"seed_{seed}" / slug(name) / "summary.json").exists() for name in VARIANTS)]
-    taus = {"after the warm-up": [outcome(root / f"seed_{seed}" / "warmup", "after_warmup")[0] for seed in done]}
+    done = [
+        seed
+        for seed in seeds
+        if all((root / f"seed_{seed}" / slug(name) / "summary.json").exists() for name in VARIANTS)
+    ]
+    taus = {
+        "after the warm-up": [
+            outcome(root / f"seed_{seed}" / "warmup", "after_warmup")[0] for seed in done
+        ]
+    }
     seconds: dict[str, list[float]] = {}
     for name, overrides in VARIANTS.items():
         stage = "after_warmup" if overrides is None else "after_opd"
         results = [outcome(root / f"seed_{seed}" / slug(name), stage) for seed in done]
         taus[name], seconds[name] = [tau for tau, _ in results], [spent for _, spent in results]
-    print("| trained after the warm-up | " + " | ".join(f"seed {seed}" for seed in done) + " | mean tau | seconds |")
+    print(
+        "| trained after the warm-up | "
+        + " | ".join(f"seed {seed}" for seed in done)
+        + " | mean tau | seconds |"
+    )
     print("|---" * (len(done) + 3) + "|")
     for name, values in taus.items():
         spent = f"{statistics.mean(seconds[name]):.0f}" if name in seconds else ""
-        print(f"| {name} | " + " | ".join(f"{tau:.3f}" for tau in values) + f" | {statistics.mean(values):.3f} | {spent} |")
+        print(
+            f"| {name} | "
+            + " | ".join(f"{tau:.3f}" for tau in values)
+            + f" | {statistics.mean(values):.3f} | {spent} |"
+        )
     draw(taus, done, image)
 
 
@@ -95,7 +142,13 @@ def draw(taus: dict[str, list[float]], seeds: list[int], image: Path) -> None:
     figure, axes = plt.subplots(figsize=(8, 3.2), layout="constrained")
     names = list(taus)[::-1]
     for index, seed in enumerate(seeds):
-        axes.plot([taus[name][index] for name in names], range(len(names)), marker="o", linestyle="", label=f"seed {seed}")
+        axes.plot(
+            [taus[name][index] for name in names],
+            range(len(names)),
+            marker="o",
+            linestyle="",
+            label=f"seed {seed}",
+        )
     axes.plot(
         [statistics.mean(taus[name]) for name in names],
         range(len(names)),
@@ -113,7 +166,9 @@ def draw(taus: dict[str, list[float]], seeds: list[int], image: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("action", choices=("run", "table"))
     parser.add_argument("--root", type=Path, default=Path("runs/comparison"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[42, 7, 123])
@@ -123,6 +178,12 @@ if __name__ == "__main__":
     parser.add_argument("--image", type=Path, default=Path("docs/comparison.png"))
     options = parser.parse_args()
     if options.action == "run":
-        run(options.root.resolve(), options.seeds, options.steps, options.supervised_updates, options.only)
+        run(
+            options.root.resolve(),
+            options.seeds,
+            options.steps,
+            options.supervised_updates,
+            options.only,
+        )
     else:
         table(options.root.resolve(), options.seeds, options.image)

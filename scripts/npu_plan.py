@@ -1,8 +1,9 @@
-"""What of the Ascend stack is here and what is missing: the comparison and the steps of install_npu.sh, what pip may not replace, what the engines need
-to be built.
+"""What of the Ascend stack is here and what is missing: the comparison and the steps of
+install_npu.sh, what pip may not replace, what the engines need to be built.
 
-    python scripts/npu_plan.py check              a table; exit 1 when something does not fit
-    python scripts/npu_plan.py plan [--shell]     the steps, each with its reason; exit 1 when an installation would be refused
+    python scripts/npu_plan.py check              a table; exit 1 when something does not fit python
+    scripts/npu_plan.py plan [--shell]     the steps, each with its reason; exit 1 when an
+    installation would be refused
 
 Standard library only: it has to work before anything is installed.
 """
@@ -51,20 +52,35 @@ class Step:
 
 
 def pins(packages: Mapping[str, str], torch_only: bool = False) -> list[str]:
-    """Constraints that keep pip from replacing what is there: torch*, triton*, vllm*, transformers, numpy; or torch* alone."""
+    """Constraints that keep pip from replacing what is there: torch*, triton*, vllm*, transformers,
+    numpy; or torch* alone.
+    """
     kept = re.compile(r"torch.*") if torch_only else _PINNED
-    return [f"{name}=={version}" for name, version in sorted(packages.items()) if kept.fullmatch(name)]
+    return [
+        f"{name}=={version}" for name, version in sorted(packages.items()) if kept.fullmatch(name)
+    ]
 
 
 def strings_of(key: str, pyproject: str) -> list[str]:
-    """The strings of a list in a pyproject.toml, which Python 3.10 has no parser for. Empty when the key is not there."""
+    """The strings of a list in a pyproject.toml, which Python 3.10 has no parser for. Empty when
+    the key is not there.
+    """
     found = re.search(rf"^{key} *= *\[(.*?)\] *$", pyproject, re.MULTILINE | re.DOTALL)
-    lines = [line for line in found[1].splitlines() if not line.lstrip().startswith("#")] if found else []
-    return [double or single for double, single in re.findall(r'"([^"]+)"|\'([^\']+)\'', "\n".join(lines))]
+    lines = (
+        [line for line in found[1].splitlines() if not line.lstrip().startswith("#")]
+        if found
+        else []
+    )
+    return [
+        double or single
+        for double, single in re.findall(r'"([^"]+)"|\'([^\']+)\'', "\n".join(lines))
+    ]
 
 
 def missing(packages: Mapping[str, str], requirements: Collection[str]) -> dict[str, str]:
-    """Name and bounds, as in `rich>=13`, of what is not there or does not fit -> why. torch is never in it."""
+    """Name and bounds, as in `rich>=13`, of what is not there or does not fit -> why. torch is
+    never in it.
+    """
     wanted: dict[str, str] = {}
     for requirement in requirements:
         name = re.split(r"[ <>=!]", requirement, maxsplit=1)[0]
@@ -80,7 +96,9 @@ def missing(packages: Mapping[str, str], requirements: Collection[str]) -> dict[
 
 @dataclass(frozen=True)
 class Planner:
-    """Makes the steps. root: the checkout. python: what runs pip. scratch: folder for constraint files. engines: build them though they are there."""
+    """Makes the steps. root: the checkout. python: what runs pip. scratch: folder for constraint
+    files. engines: build them though they are there.
+    """
 
     machine: Machine
     row: Row
@@ -106,7 +124,11 @@ class Planner:
         builds = self.builds()
         if not builds:
             return
-        reason = "asked for with --engines" if self.engines else " and ".join(builds) + (" are" if builds[1:] else " is") + " not installed"
+        reason = (
+            "asked for with --engines"
+            if self.engines
+            else " and ".join(builds) + (" are" if builds[1:] else " is") + " not installed"
+        )
         folders = [f"third_party/{name}" for name in builds]
         yield Step("fetch engines", reason, ("git", "submodule", "update", "--init", *folders))
         for name in builds:
@@ -114,31 +136,67 @@ class Planner:
         constraints, tools = f"{self.scratch}/torch.txt", f"{self.scratch}/build.txt"
         also = ("--also", f"transformers=={self.row.transformers}")
         why = "pip may not replace torch or torch_npu, and takes the row's transformers"
-        yield Step("pin torch", why, self._stack("pins", "--torch-only", *also, "--out", constraints))
+        yield Step(
+            "pin torch", why, self._stack("pins", "--torch-only", *also, "--out", constraints)
+        )
         why = "engines are built against the installed torch, not in an environment of their own"
         yield Step("list build tools", why, self._stack("build-requires", *folders, "--out", tools))
         yield Step(
-            "build tools", "what the engines' pyproject.toml ask for, except torch", self._pip("install", "-r", tools, "-c", constraints)
+            "build tools",
+            "what the engines' pyproject.toml ask for, except torch",
+            self._pip("install", "-r", tools, "-c", constraints),
         )
         if "vllm" in builds:
             variables = ("VLLM_TARGET_DEVICE=empty", *_scm_version(self.row.vllm))
-            yield Step("vllm", reason, ("env", *variables, *self._build("vllm", constraints)), repairs=("vllm", "transformers"))
+            yield Step(
+                "vllm",
+                reason,
+                ("env", *variables, *self._build("vllm", constraints)),
+                repairs=("vllm", "transformers"),
+            )
             remove = self._pip("uninstall", "--yes", "triton")
-            yield Step("remove triton", "vllm's dependencies bring upstream triton, which does not work on NPUs", remove)
+            yield Step(
+                "remove triton",
+                "vllm's dependencies bring upstream triton, which does not work on NPUs",
+                remove,
+            )
         if "vllm-ascend" in builds:
             variables = ("COMPILE_CUSTOM_KERNELS=1", *_scm_version(self.row.vllm_ascend[0]))
-            yield Step("vllm-ascend", reason, ("env", *variables, *self._build("vllm-ascend", constraints)), repairs=("vllm-ascend",))
+            yield Step(
+                "vllm-ascend",
+                reason,
+                ("env", *variables, *self._build("vllm-ascend", constraints)),
+                repairs=("vllm-ascend",),
+            )
 
     def _build(self, name: str, constraints: str) -> tuple[str, ...]:
         indexes = ("--extra-index-url", TORCH_INDEX, "--extra-index-url", ASCEND_INDEX)
-        return self._pip("install", "--no-build-isolation", "-c", constraints, *indexes, "-e", f"third_party/{name}")
+        return self._pip(
+            "install",
+            "--no-build-isolation",
+            "-c",
+            constraints,
+            *indexes,
+            "-e",
+            f"third_party/{name}",
+        )
 
     def _checkout(self, name: str) -> Iterator[Step]:
         ref, folder = self.row.git[name.replace("-", "_")], f"third_party/{name}"
         if not re.fullmatch(r"[0-9a-f]{40}", ref):
-            reason = f"vllm {self.row.vllm} goes with {name} {ref}; the submodule is at another commit"
-            yield Step(f"fetch {name} {ref}", reason, ("git", "-C", folder, "fetch", "--depth", "1", "origin", "tag", ref))
-            yield Step(f"check out {name} {ref}", reason, ("git", "-C", folder, "checkout", "--detach", ref))
+            reason = (
+                f"vllm {self.row.vllm} goes with {name} {ref}; the submodule is at another commit"
+            )
+            yield Step(
+                f"fetch {name} {ref}",
+                reason,
+                ("git", "-C", folder, "fetch", "--depth", "1", "origin", "tag", ref),
+            )
+            yield Step(
+                f"check out {name} {ref}",
+                reason,
+                ("git", "-C", folder, "checkout", "--detach", ref),
+            )
         if name == "vllm-ascend":
             command = ("git", "-C", folder, "submodule", "update", "--init", "--recursive")
             yield Step("fetch kernels", "vllm-ascend keeps kernel sources in submodules", command)
@@ -152,19 +210,46 @@ class Planner:
                 else "the engines' dependencies bring upstream triton"
             )
             remove = self._pip("uninstall", "--yes", "triton", "triton-ascend")
-            yield Step("remove both tritons", f"{reason}, and both write the same files", remove, repairs=("triton",))
+            yield Step(
+                "remove both tritons",
+                f"{reason}, and both write the same files",
+                remove,
+                repairs=("triton",),
+            )
             reason = "it was just removed"
         elif "triton-ascend" in packages:
             return
-        install = self._pip("install", "--no-deps", "--index-url", ASCEND_INDEX, f"triton-ascend=={self.row.triton_ascend}")
-        yield Step("triton-ascend", f"{reason}; PyPI does not have {self.row.triton_ascend}", install, repairs=("triton-ascend",))
+        install = self._pip(
+            "install",
+            "--no-deps",
+            "--index-url",
+            ASCEND_INDEX,
+            f"triton-ascend=={self.row.triton_ascend}",
+        )
+        yield Step(
+            "triton-ascend",
+            f"{reason}; PyPI does not have {self.row.triton_ascend}",
+            install,
+            repairs=("triton-ascend",),
+        )
 
     def _project_steps(self) -> Iterator[Step]:
         here, there = self.root.resolve(), self.machine.project
         if there is None or Path(there).resolve() != here:
-            reason = f"verl-opd is installed from {there}" if there else "verl-opd is not installed from this folder"
-            yield Step("verl-opd", f"{reason}; without dependencies, torch is one", self._pip("install", "--no-deps", "-e", "."))
-        wanted = missing(self.machine.packages, strings_of("dependencies", (self.root / "pyproject.toml").read_text(encoding="utf-8")))
+            reason = (
+                f"verl-opd is installed from {there}"
+                if there
+                else "verl-opd is not installed from this folder"
+            )
+            yield Step(
+                "verl-opd",
+                f"{reason}; without dependencies, torch is one",
+                self._pip("install", "--no-deps", "-e", "."),
+            )
+        wanted = missing(
+            self.machine.packages,
+            strings_of("dependencies", (self.root / "pyproject.toml").read_text(encoding="utf-8")),
+        )
         repairs = ("transformers",) if "transformers" in wanted else ()
         if repairs:
             reason = wanted.pop("transformers")
@@ -172,50 +257,99 @@ class Planner:
                 wanted[f"transformers=={self.row.transformers}"] = reason
         if wanted:
             file = f"{self.scratch}/constraints.txt"
-            yield Step("pin all", "pip may not replace torch*, triton*, vllm*, transformers or numpy", self._stack("pins", "--out", file))
-            yield Step("dependencies", ", ".join(wanted.values()), self._pip("install", "-c", file, *wanted), repairs)
+            yield Step(
+                "pin all",
+                "pip may not replace torch*, triton*, vllm*, transformers or numpy",
+                self._stack("pins", "--out", file),
+            )
+            yield Step(
+                "dependencies",
+                ", ".join(wanted.values()),
+                self._pip("install", "-c", file, *wanted),
+                repairs,
+            )
 
 
 def _scm_version(version: str) -> tuple[str, ...]:
-    return (f"SETUPTOOLS_SCM_PRETEND_VERSION={version}",)  # the submodules are shallow, without tags
+    return (
+        f"SETUPTOOLS_SCM_PRETEND_VERSION={version}",
+    )  # the submodules are shallow, without tags
 
 
-def refusals(seen: Collection[Finding], steps: Collection[Step], planner: Planner | None, environ: Mapping[str, str]) -> list[Finding]:
+def refusals(
+    seen: Collection[Finding],
+    steps: Collection[Step],
+    planner: Planner | None,
+    environ: Mapping[str, str],
+) -> list[Finding]:
     """Errors that no step repairs, and what building the engines needs and is not there."""
     repaired = {name for step in steps for name in step.repairs}
-    refused = [finding for finding in seen if finding.level == "error" and finding.what not in repaired]
+    refused = [
+        finding for finding in seen if finding.level == "error" and finding.what not in repaired
+    ]
     builds = planner.builds() if planner else []
     if planner is None or not builds:
         return refused
     if "vllm-ascend" in builds and not environ.get("SOC_VERSION"):
         remedy = f"export SOC_VERSION=..., one of {SOC_VERSIONS}"
-        refused.append(Finding("SOC_VERSION", "error", "not set; vllm-ascend is compiled for one chip", remedy))
+        refused.append(
+            Finding("SOC_VERSION", "error", "not set; vllm-ascend is compiled for one chip", remedy)
+        )
     if planner.machine.cann is None:
         refused.append(
             Finding(
-                "cann", "error", "not found; the engines are compiled with it", f"install CANN {planner.row.cann[0]}, source its set_env.sh"
+                "cann",
+                "error",
+                "not found; the engines are compiled with it",
+                f"install CANN {planner.row.cann[0]}, source its set_env.sh",
             )
         )
     if not (planner.root / ".git").exists():
-        refused.append(Finding("git", "error", f"{planner.root} is no git clone; the engines are submodules", "git clone the repository"))
+        refused.append(
+            Finding(
+                "git",
+                "error",
+                f"{planner.root} is no git clone; the engines are submodules",
+                "git clone the repository",
+            )
+        )
     return refused
 
 
 def _parser(table: Mapping[str, Row]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="npu_plan.py", description="What an installation on an NPU machine still needs.")
+    parser = argparse.ArgumentParser(
+        prog="npu_plan.py", description="What an installation on an NPU machine still needs."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     plan = commands.add_parser("plan", help="the steps of an installation")
     for command in (commands.add_parser("check", help="compare and print a table"), plan):
-        command.add_argument("--row", choices=list(table), help="compare with this row instead of the one of the installed vllm")
-        command.add_argument("--root", type=Path, default=Path("/"), help="folder below which CANN's default folders are")
-    plan.add_argument("--engines", action="store_true", help="build the engines though they are installed")
+        command.add_argument(
+            "--row",
+            choices=list(table),
+            help="compare with this row instead of the one of the installed vllm",
+        )
+        command.add_argument(
+            "--root",
+            type=Path,
+            default=Path("/"),
+            help="folder below which CANN's default folders are",
+        )
+    plan.add_argument(
+        "--engines", action="store_true", help="build the engines though they are installed"
+    )
     plan.add_argument("--python", default=sys.executable, help="interpreter of the steps")
     plan.add_argument("--scratch", default="/tmp", help="folder for constraint files")
-    plan.add_argument("--shell", action="store_true", help="tab-separated name, reason and shell command instead of JSON")
+    plan.add_argument(
+        "--shell",
+        action="store_true",
+        help="tab-separated name, reason and shell command instead of JSON",
+    )
     pin = commands.add_parser("pins", help="constraints of what is installed")
     pin.add_argument("--torch-only", action="store_true")
     pin.add_argument("--also", action="append", default=[], help="a further constraint")
-    build = commands.add_parser("build-requires", help="what source trees need to be built, without torch and triton")
+    build = commands.add_parser(
+        "build-requires", help="what source trees need to be built, without torch and triton"
+    )
     build.add_argument("folders", nargs="+", type=Path)
     for command in (pin, build):
         command.add_argument("--out", type=Path, help="file instead of the standard output")
@@ -239,7 +373,11 @@ def _check(options: argparse.Namespace, table: Mapping[str, Row]) -> int:
 def _plan(options: argparse.Namespace, table: Mapping[str, Row]) -> int:
     machine = detect(os.environ, options.root)
     row, why = pick_row(table, machine, options.row, options.engines)
-    planner = Planner(machine, row, ROOT, options.python, options.scratch, options.engines) if row and not machine.cuda else None
+    planner = (
+        Planner(machine, row, ROOT, options.python, options.scratch, options.engines)
+        if row and not machine.cuda
+        else None
+    )
     seen, steps = findings(table, machine, row), planner.steps() if planner else []
     refused = refusals(seen, steps, planner, os.environ)
     if options.shell:
@@ -247,17 +385,33 @@ def _plan(options: argparse.Namespace, table: Mapping[str, Row]) -> int:
         for step in steps:
             print(step.name, step.reason, shlex.join(step.command), sep="\t")
         for finding in refused:
-            print(f"install_npu: error: {finding.what}: {finding.seen}\n    -> {finding.remedy}", file=sys.stderr)
+            print(
+                f"install_npu: error: {finding.what}: {finding.seen}\n    -> {finding.remedy}",
+                file=sys.stderr,
+            )
     else:
-        found = {"row": row.vllm if row else None, "because": why, "findings": list(map(asdict, seen))}
-        print(json.dumps({**found, "steps": list(map(asdict, steps)), "refused": list(map(asdict, refused))}, indent=2))
+        found = {
+            "row": row.vllm if row else None,
+            "because": why,
+            "findings": list(map(asdict, seen)),
+        }
+        print(
+            json.dumps(
+                {**found, "steps": list(map(asdict, steps)), "refused": list(map(asdict, refused))},
+                indent=2,
+            )
+        )
     return 1 if refused else 0
 
 
 def _lines(options: argparse.Namespace) -> list[str]:
     if options.command == "pins":
         return [*pins(detect(os.environ).packages, options.torch_only), *options.also]
-    asked = [line for folder in options.folders for line in strings_of("requires", (folder / "pyproject.toml").read_text(encoding="utf-8"))]
+    asked = [
+        line
+        for folder in options.folders
+        for line in strings_of("requires", (folder / "pyproject.toml").read_text(encoding="utf-8"))
+    ]
     return [line for line in dict.fromkeys(asked) if not re.match(r"(torch|triton)", line)]
 
 

@@ -1,6 +1,8 @@
-"""Make a wandb workspace whose panels are those of docs/dashboard.md, in the project that the runs log to.
+"""Make a wandb workspace whose panels are those of docs/dashboard.md, in the project that the runs
+log to.
 
-python scripts/wandb_workspace.py --entity my-team [--project verl-opd]      needs pip install 'verl-opd[wandb]' and wandb login
+python scripts/wandb_workspace.py --entity my-team [--project verl-opd]      needs pip install
+'verl-opd[wandb]' and wandb login
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ PANELS: dict[str, dict[str, list[str]]] = {
     },
     "Is it learning the right thing?": {
         "loss": ["actor/distillation/loss"],
-        "committed and refused tokens": ["actor/distillation/non_rejected_token_loss", "actor/distillation/rejected_draft_loss"],
+        "committed and refused tokens": [
+            "actor/distillation/non_rejected_token_loss",
+            "actor/distillation/rejected_draft_loss",
+        ],
         "supervised share of response tokens": ["actor/distillation/opd_effective_token_ratio"],
         "refused tokens at the clamp": ["actor/distillation/rejected_draft_loss_clamp_fraction"],
         "gradient norm": ["actor/grad_norm"],
@@ -29,11 +34,22 @@ PANELS: dict[str, dict[str, list[str]]] = {
     },
     "Is everything what it says it is?": {
         "replay check": ["opd/replay_mismatch", "opd/replay_mismatch_raw"],
-        "version in the engines, and of the draft": ["opd/weight_sync/version", "training/update_step"],
+        "version in the engines, and of the draft": [
+            "opd/weight_sync/version",
+            "training/update_step",
+        ],
         "samples without a verify step": ["opd/rollout/empty_reject_ratio"],
         "recorder": ["opd/recorder/errors", "opd/recorder/broken_traces"],
-        "skipped, dropped, failed": ["actor/skipped_steps", "data/dropped_samples", "training/failed_checkpoints"],
-        "started again": ["rollout/engine_restarts", "rollout/agent_restarts", "rollout/rerun_samples"],
+        "skipped, dropped, failed": [
+            "actor/skipped_steps",
+            "data/dropped_samples",
+            "training/failed_checkpoints",
+        ],
+        "started again": [
+            "rollout/engine_restarts",
+            "rollout/agent_restarts",
+            "rollout/rerun_samples",
+        ],
     },
     "What does it cost?": {
         "seconds of a step": [
@@ -55,20 +71,30 @@ def panel(title: str, metrics: list[str]) -> wr.LinePlot:
     patterns = [metric for metric in metrics if "*" in metric]
     if patterns:
         (pattern,) = patterns
-        return wr.LinePlot(title=title, x=STEP, metric_regex="^" + pattern.replace(".", r"\.").replace("*", "[^/]+") + "$")
+        return wr.LinePlot(
+            title=title,
+            x=STEP,
+            metric_regex="^" + pattern.replace(".", r"\.").replace("*", "[^/]+") + "$",
+        )
     return wr.LinePlot(title=title, x=STEP, y=metrics)
 
 
 def workspace(entity: str, project: str) -> ws.Workspace:
     sections = [
-        ws.Section(name=name, panels=[panel(title, metrics) for title, metrics in panels.items()], is_open=True)
+        ws.Section(
+            name=name,
+            panels=[panel(title, metrics) for title, metrics in panels.items()],
+            is_open=True,
+        )
         for name, panels in PANELS.items()
     ]
     return ws.Workspace(entity=entity, project=project, name="verl-opd", sections=sections)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--entity", required=True)
     parser.add_argument("--project", default="verl-opd")
     options = parser.parse_args()

@@ -11,12 +11,19 @@ INFERENCE = f"{TEACHER}inference."
 LOSS = "distillation.distillation_loss."
 
 RENAMED: list[tuple[str, str]] = [
-    ("data.train_files=\"['a b.jsonl','c,d.jsonl']\"", "data.train_files=['a b.jsonl','c,d.jsonl']"),
+    (
+        "data.train_files=\"['a b.jsonl','c,d.jsonl']\"",
+        "data.train_files=['a b.jsonl','c,d.jsonl']",
+    ),
     (
         "data.val_files=['/d/AIME24_user_prompt.jsonl','/d/mbpp-x_128.jsonl','/e/aime24.jsonl']",
-        "data.val_files={aime24: '/d/AIME24_user_prompt.jsonl', mbpp_x: '/d/mbpp-x_128.jsonl', aime24_2: '/e/aime24.jsonl'}",
+        "data.val_files={aime24: '/d/AIME24_user_prompt.jsonl', mbpp_x: '/d/mbpp-x_128.jsonl', "
+        "aime24_2: '/e/aime24.jsonl'}",
     ),
-    ("data.val_files=/d/gsm8k_128_user_prompt.jsonl", "data.val_files={gsm8k: '/d/gsm8k_128_user_prompt.jsonl'}"),
+    (
+        "data.val_files=/d/gsm8k_128_user_prompt.jsonl",
+        "data.val_files={gsm8k: '/d/gsm8k_128_user_prompt.jsonl'}",
+    ),
     ("data.train_max_samples=-1", "data.max_samples=null"),
     ("data.train_max_samples=100", "data.max_samples=100"),
     ("data.val_max_samples=-1", "data.val_max_samples=null"),
@@ -69,7 +76,10 @@ RENAMED: list[tuple[str, str]] = [
     (f"{ROLLOUT}max_model_len=8192", "rollout.max_model_len=8192"),
     (f"{ROLLOUT}max_model_len=null", "rollout.max_model_len=null"),
     (f"{ROLLOUT}max_num_batched_tokens=4609", "rollout.engine_kwargs.max_num_batched_tokens=4609"),
-    (f"{ROLLOUT}cudagraph_capture_sizes=[8,16]", "rollout.engine_kwargs.compilation_config.cudagraph_capture_sizes=[8,16]"),
+    (
+        f"{ROLLOUT}cudagraph_capture_sizes=[8,16]",
+        "rollout.engine_kwargs.compilation_config.cudagraph_capture_sizes=[8,16]",
+    ),
     (f"{ROLLOUT}enable_chunked_prefill=True", "rollout.engine_kwargs.enable_chunked_prefill=True"),
     (f"{ROLLOUT}enable_prefix_caching=False", "rollout.engine_kwargs.enable_prefix_caching=False"),
     (f"{ROLLOUT}enforce_eager=False", "rollout.enforce_eager=False"),
@@ -88,8 +98,14 @@ RENAMED: list[tuple[str, str]] = [
     (f"{TEACHER}model_path='/t, x'", "teacher.models={default: '/t, x'}"),
     (f"{INFERENCE}gpu_memory_utilization=0.2", "teacher.gpu_memory_utilization=0.2"),
     (f"{INFERENCE}max_num_seqs=256", "teacher.max_num_seqs=256"),
-    (f"{INFERENCE}max_num_batched_tokens=4609", "teacher.engine_kwargs.max_num_batched_tokens=4609"),
-    (f"{INFERENCE}enable_chunked_prefill=True", "teacher.engine_kwargs.enable_chunked_prefill=True"),
+    (
+        f"{INFERENCE}max_num_batched_tokens=4609",
+        "teacher.engine_kwargs.max_num_batched_tokens=4609",
+    ),
+    (
+        f"{INFERENCE}enable_chunked_prefill=True",
+        "teacher.engine_kwargs.enable_chunked_prefill=True",
+    ),
     (f"{INFERENCE}enable_prefix_caching=True", "teacher.engine_kwargs.enable_prefix_caching=True"),
     (f"{INFERENCE}engine_kwargs.vllm.block_size=32", "teacher.engine_kwargs.block_size=32"),
     (f"{LOSS}rejected_draft_use_reverse_kl=True", "opd.rejected_loss=k3"),
@@ -126,59 +142,259 @@ DROPPED = [
         "data.truncation='error'",
         "data.return_raw_chat=True",
     ),
-    *("data.validation_shuffle=False", "data.val_batch_size=8", "data.dataloader_num_workers=8", "data.reward_fn_key=data_source"),
-    *("actor_rollout_ref.hybrid_engine=True", "actor_rollout_ref.nccl_timeout=600", "actor_rollout_ref.ref.fsdp_config.param_offload=True"),
+    *(
+        "data.validation_shuffle=False",
+        "data.val_batch_size=8",
+        "data.dataloader_num_workers=8",
+        "data.reward_fn_key=data_source",
+    ),
+    *(
+        "actor_rollout_ref.hybrid_engine=True",
+        "actor_rollout_ref.nccl_timeout=600",
+        "actor_rollout_ref.ref.fsdp_config.param_offload=True",
+    ),
     *(
         f"{MODEL}{x}"
-        for x in ("enable_activation_offload=False", "use_remove_padding=True", "use_fused_kernels=False", "use_shm=False", "lora_rank=0")
+        for x in (
+            "enable_activation_offload=False",
+            "use_remove_padding=True",
+            "use_fused_kernels=False",
+            "use_shm=False",
+            "lora_rank=0",
+        )
     ),
     *(
         f"{VERL}{x}"
-        for x in ("dflash_random_response_anchor_seed=42", "eagle3_random_response_anchor_seed=42", "eagle3_ttt_step_weight=0.8")
+        for x in (
+            "dflash_random_response_anchor_seed=42",
+            "eagle3_random_response_anchor_seed=42",
+            "eagle3_ttt_step_weight=0.8",
+        )
     ),
     *(
         f"{VERL}{x}"
-        for x in ("eagle3_response_stream_impl=anchor_block", "eagle3_response_loss_mode=scalar_k3", "dflash_draft_variant=auto")
+        for x in (
+            "eagle3_response_stream_impl=anchor_block",
+            "eagle3_response_loss_mode=scalar_k3",
+            "dflash_draft_variant=auto",
+        )
     ),
-    *(f"{ACTOR}{x}" for x in ("strategy=fsdp2", "strategy=fsdp", "ppo_micro_batch_size_per_gpu=1", "ppo_micro_batch_size=null")),
-    *(f"{ACTOR}{x}" for x in ("use_dynamic_bsz=True", "use_torch_compile=True", "entropy_coeff=0", "entropy_checkpointing=True")),
     *(
         f"{ACTOR}{x}"
-        for x in ("entropy_from_logits_with_chunking=True", "use_kl_loss=False", "kl_loss_coef=0.001", "kl_loss_type=low_var_kl")
+        for x in (
+            "strategy=fsdp2",
+            "strategy=fsdp",
+            "ppo_micro_batch_size_per_gpu=1",
+            "ppo_micro_batch_size=null",
+        )
     ),
-    *(f"{ACTOR}{x}" for x in ("loss_agg_mode=token-mean", "ulysses_sequence_parallel_size=1", "checkpoint.save_contents=[model,extra]")),
-    *(f"{ACTOR}optim.{x}" for x in ("lr_scheduler_type=cosine", "warmup_style=cosine", "num_cycles=0.5", "lr_warmup_steps=-1")),
+    *(
+        f"{ACTOR}{x}"
+        for x in (
+            "use_dynamic_bsz=True",
+            "use_torch_compile=True",
+            "entropy_coeff=0",
+            "entropy_checkpointing=True",
+        )
+    ),
+    *(
+        f"{ACTOR}{x}"
+        for x in (
+            "entropy_from_logits_with_chunking=True",
+            "use_kl_loss=False",
+            "kl_loss_coef=0.001",
+            "kl_loss_type=low_var_kl",
+        )
+    ),
+    *(
+        f"{ACTOR}{x}"
+        for x in (
+            "loss_agg_mode=token-mean",
+            "ulysses_sequence_parallel_size=1",
+            "checkpoint.save_contents=[model,extra]",
+        )
+    ),
+    *(
+        f"{ACTOR}optim.{x}"
+        for x in (
+            "lr_scheduler_type=cosine",
+            "warmup_style=cosine",
+            "num_cycles=0.5",
+            "lr_warmup_steps=-1",
+        )
+    ),
     *(f"{ACTOR}optim.{x}" for x in ("total_training_steps=-1", "optimizer=AdamW")),
-    *(f"{ACTOR}fsdp_config.{x}" for x in ("model_dtype=fp32", "param_offload=False", "optimizer_offload=False", "offload_policy=False")),
-    *(f"{ACTOR}fsdp_config.{x}" for x in ("fsdp_size=-1", "reshard_after_forward=True", "forward_prefetch=False")),
+    *(
+        f"{ACTOR}fsdp_config.{x}"
+        for x in (
+            "model_dtype=fp32",
+            "param_offload=False",
+            "optimizer_offload=False",
+            "offload_policy=False",
+        )
+    ),
+    *(
+        f"{ACTOR}fsdp_config.{x}"
+        for x in ("fsdp_size=-1", "reshard_after_forward=True", "forward_prefetch=False")
+    ),
     f"{ACTOR}fsdp_config.ulysses_sequence_parallel_size=1",
-    *(f"{ROLLOUT}{x}" for x in ("name=vllm", "mode=async", "n=1", "tensor_model_parallel_size=1", "data_parallel_size=1")),
-    *(f"{ROLLOUT}{x}" for x in ("expert_parallel_size=1", "pipeline_model_parallel_size=1", "n_gpus_per_node=8", "nnodes=0")),
-    *(f"{ROLLOUT}{x}" for x in ("load_format=auto", "do_sample=False", "ignore_eos=False", "free_cache_engine=True")),
-    *(f"{ROLLOUT}{x}" for x in ("calculate_log_probs=False", "log_prob_micro_batch_size_per_gpu=1", "log_prob_use_dynamic_bsz=True")),
-    *(f"{ROLLOUT}{x}" for x in ("disable_log_stats=True", "skip_tokenizer_init=True", "layered_summon=True", "multi_turn.enable=False")),
-    *(f"{ROLLOUT}val_kwargs.{x}" for x in ("do_sample=False", "temperature=0.0", "top_k=1", "top_p=1.0", "n=1")),
-    *(f"{ROLLOUT}{x}" for x in ("agent.agent_loop_config_path=null", "mtp._target_=a.b.C", "mtp.enable=True", "mtp.enable_rollout=True")),
+    *(
+        f"{ROLLOUT}{x}"
+        for x in (
+            "name=vllm",
+            "mode=async",
+            "n=1",
+            "tensor_model_parallel_size=1",
+            "data_parallel_size=1",
+        )
+    ),
+    *(
+        f"{ROLLOUT}{x}"
+        for x in (
+            "expert_parallel_size=1",
+            "pipeline_model_parallel_size=1",
+            "n_gpus_per_node=8",
+            "nnodes=0",
+        )
+    ),
+    *(
+        f"{ROLLOUT}{x}"
+        for x in (
+            "load_format=auto",
+            "do_sample=False",
+            "ignore_eos=False",
+            "free_cache_engine=True",
+        )
+    ),
+    *(
+        f"{ROLLOUT}{x}"
+        for x in (
+            "calculate_log_probs=False",
+            "log_prob_micro_batch_size_per_gpu=1",
+            "log_prob_use_dynamic_bsz=True",
+        )
+    ),
+    *(
+        f"{ROLLOUT}{x}"
+        for x in (
+            "disable_log_stats=True",
+            "skip_tokenizer_init=True",
+            "layered_summon=True",
+            "multi_turn.enable=False",
+        )
+    ),
+    *(
+        f"{ROLLOUT}val_kwargs.{x}"
+        for x in ("do_sample=False", "temperature=0.0", "top_k=1", "top_p=1.0", "n=1")
+    ),
+    *(
+        f"{ROLLOUT}{x}"
+        for x in (
+            "agent.agent_loop_config_path=null",
+            "mtp._target_=a.b.C",
+            "mtp.enable=True",
+            "mtp.enable_rollout=True",
+        )
+    ),
     *(
         f"{ROLLOUT}engine_kwargs.{x}"
-        for x in ("sglang={tp_size: 1}", "sglang.speculative_algorithm=DFLASH", "sglang.attention_backend=fa3")
+        for x in (
+            "sglang={tp_size: 1}",
+            "sglang.speculative_algorithm=DFLASH",
+            "sglang.attention_backend=fa3",
+        )
     ),
-    *("distillation.enabled=True", "distillation.nnodes=1", f"{TEACHER}key=null", f"{TEACHER}model_path=null"),
-    *(f"{INFERENCE}{x}" for x in ("name=vllm", "temperature=1.0", "dtype=bfloat16", "enforce_eager=False", "max_model_len=4609")),
-    *(f"{INFERENCE}{x}" for x in ("prompt_length=512", "response_length=1", "free_cache_engine=True", "load_format=auto")),
-    *(f"{INFERENCE}{x}" for x in ("disable_log_stats=True", "skip_tokenizer_init=False", "tensor_model_parallel_size=1")),
+    *(
+        "distillation.enabled=True",
+        "distillation.nnodes=1",
+        f"{TEACHER}key=null",
+        f"{TEACHER}model_path=null",
+    ),
+    *(
+        f"{INFERENCE}{x}"
+        for x in (
+            "name=vllm",
+            "temperature=1.0",
+            "dtype=bfloat16",
+            "enforce_eager=False",
+            "max_model_len=4609",
+        )
+    ),
+    *(
+        f"{INFERENCE}{x}"
+        for x in (
+            "prompt_length=512",
+            "response_length=1",
+            "free_cache_engine=True",
+            "load_format=auto",
+        )
+    ),
+    *(
+        f"{INFERENCE}{x}"
+        for x in (
+            "disable_log_stats=True",
+            "skip_tokenizer_init=False",
+            "tensor_model_parallel_size=1",
+        )
+    ),
     f"{INFERENCE}engine_kwargs.sglang.random_seed=42",
-    *(f"{LOSS}{x}" for x in ("use_tv_loss=False", "policy_loss_mode=vanilla", "use_task_rewards=False", "distillation_loss_coef=1.0")),
+    *(
+        f"{LOSS}{x}"
+        for x in (
+            "use_tv_loss=False",
+            "policy_loss_mode=vanilla",
+            "use_task_rewards=False",
+            "distillation_loss_coef=1.0",
+        )
+    ),
     *(f"{LOSS}{x}" for x in ("use_replay_dis=True", "confidence_tv_target_mix=0.0")),
-    *(f"trainer.{x}" for x in ("max_critic_ckpt_to_keep=1", "critic_warmup=0", "balance_batch=True", "log_val_generations=10")),
     *(
         f"trainer.{x}"
-        for x in ("val_only=False", "default_hdfs_dir=null", "del_local_ckpt_after_load=False", "use_legacy_worker_impl=auto")
+        for x in (
+            "max_critic_ckpt_to_keep=1",
+            "critic_warmup=0",
+            "balance_batch=True",
+            "log_val_generations=10",
+        )
     ),
-    *(f"trainer.{x}" for x in ("save_start_step=5000", "save_by_test_metric_enabled=False", "save_by_test_metric_key=null")),
-    *(f"trainer.{x}" for x in ("save_by_test_metric_threshold=4.65", "rollout_speed_test_only=True", "rollout_speed_test_worker_count=14")),
-    *(f"trainer.{x}" for x in ("initial_val_worker_count=14", "rollout_speed_test_clear_kv_cache=True", "initial_val_clear_kv_cache=null")),
-    *("trainer.initial_val_repeat_times=2", "algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=False"),
+    *(
+        f"trainer.{x}"
+        for x in (
+            "val_only=False",
+            "default_hdfs_dir=null",
+            "del_local_ckpt_after_load=False",
+            "use_legacy_worker_impl=auto",
+        )
+    ),
+    *(
+        f"trainer.{x}"
+        for x in (
+            "save_start_step=5000",
+            "save_by_test_metric_enabled=False",
+            "save_by_test_metric_key=null",
+        )
+    ),
+    *(
+        f"trainer.{x}"
+        for x in (
+            "save_by_test_metric_threshold=4.65",
+            "rollout_speed_test_only=True",
+            "rollout_speed_test_worker_count=14",
+        )
+    ),
+    *(
+        f"trainer.{x}"
+        for x in (
+            "initial_val_worker_count=14",
+            "rollout_speed_test_clear_kv_cache=True",
+            "initial_val_clear_kv_cache=null",
+        )
+    ),
+    *(
+        "trainer.initial_val_repeat_times=2",
+        "algorithm.adv_estimator=grpo",
+        "algorithm.use_kl_in_reward=False",
+    ),
 ]
 
 REFUSED: list[tuple[str, str]] = [
@@ -247,7 +463,10 @@ TOGETHER: list[tuple[list[str], list[str]]] = [
         [f"{LOSS}loss_mode=mse", f"{LOSS}rejected_draft_stream_weight=0"],
         ["opd.response_loss=k2", "opd.rejected_loss=k2", "opd.rejected_stream_weight=0"],
     ),
-    ([f"{LOSS}reverse_kl_weight=0.0", f"{LOSS}forward_kl_weight=1.0"], ["opd.response_loss=forward_kl", "opd.rejected_loss=forward_kl"]),
+    (
+        [f"{LOSS}reverse_kl_weight=0.0", f"{LOSS}forward_kl_weight=1.0"],
+        ["opd.response_loss=forward_kl", "opd.rejected_loss=forward_kl"],
+    ),
     (
         [
             f"{LOSS}loss_mode=low_var_kl",
@@ -264,14 +483,24 @@ TOGETHER: list[tuple[list[str], list[str]]] = [
             f"{LOSS}rejected_draft_stream_weight=1.0",
             f"{LOSS}accept_draft_position_decay_enabled=False",
         ],
-        ["opd.response_loss=e2e_tv", "opd.rejected_stream_weight=0", "opd.response_position_decay=1.0"],
+        [
+            "opd.response_loss=e2e_tv",
+            "opd.rejected_stream_weight=0",
+            "opd.response_position_decay=1.0",
+        ],
     ),
     (
-        [f"{LOSS}loss_mode=eagle3_native_target_distribution", f"{LOSS}rejected_draft_stream_weight=0.0"],
+        [
+            f"{LOSS}loss_mode=eagle3_native_target_distribution",
+            f"{LOSS}rejected_draft_stream_weight=0.0",
+        ],
         ["opd.response_loss=full_forward_kl", "opd.rejected_stream_weight=0.0"],
     ),
     (
-        [f"{VERL}eagle3_response_loss_mode=native_target_distribution", "opd.rejected_stream_weight=0"],
+        [
+            f"{VERL}eagle3_response_loss_mode=native_target_distribution",
+            "opd.rejected_stream_weight=0",
+        ],
         ["opd.response_loss=full_forward_kl", "opd.rejected_stream_weight=0"],
     ),
     (
@@ -279,36 +508,78 @@ TOGETHER: list[tuple[list[str], list[str]]] = [
         ["opd.response_loss=forward_kl_topk", "opd.rejected_stream_weight=0"],
     ),
     (
-        [f"{LOSS}rejected_draft_position_decay=0.8", f"{LOSS}accept_draft_position_decay_enabled=True"],
+        [
+            f"{LOSS}rejected_draft_position_decay=0.8",
+            f"{LOSS}accept_draft_position_decay_enabled=True",
+        ],
         ["opd.rejected_position_decay=0.8", "opd.response_position_decay=0.8"],
     ),
     (
-        [f"{LOSS}rejected_draft_position_decay=0.8", f"{LOSS}rejected_draft_position_decay_enabled=False"],
+        [
+            f"{LOSS}rejected_draft_position_decay=0.8",
+            f"{LOSS}rejected_draft_position_decay_enabled=False",
+        ],
         ["opd.rejected_position_decay=1.0"],
     ),
-    ([f"{VERL}composed_dflash_student=True", f"{ROLLOUT}mtp.method=dspark"], ["draft.family=dspark"]),
-    ([f"{VERL}composed_dflash_student=True", f"{VERL}composed_eagle3_student=False"], ["draft.family=dflash"]),
+    (
+        [f"{VERL}composed_dflash_student=True", f"{ROLLOUT}mtp.method=dspark"],
+        ["draft.family=dspark"],
+    ),
+    (
+        [f"{VERL}composed_dflash_student=True", f"{VERL}composed_eagle3_student=False"],
+        ["draft.family=dflash"],
+    ),
     (["trainer.n_gpus_per_node=7"], ["trainer.n_student_workers=7", "trainer.nnodes=1"]),
-    (["trainer.n_gpus_per_node=7", "trainer.nnodes=2"], ["trainer.n_student_workers=14", "trainer.nnodes=2"]),
+    (
+        ["trainer.n_gpus_per_node=7", "trainer.nnodes=2"],
+        ["trainer.n_student_workers=14", "trainer.nnodes=2"],
+    ),
     (["distillation.n_gpus_per_node=2", "distillation.nnodes=2"], ["teacher.replicas=4"]),
     (["distillation.n_gpus_per_node=0"], []),
     (
         [
             f"distillation.teacher_models.{x}"
-            for x in ("math.key=m/x", "math.model_path=/m", "code.model_path=/c", "teacher_model.model_path=/t")
+            for x in (
+                "math.key=m/x",
+                "math.model_path=/m",
+                "code.model_path=/c",
+                "teacher_model.model_path=/t",
+            )
         ]
         + ["distillation.n_gpus_per_node=4"],
         ["teacher.models={code: '/c', m/x: '/m'}", "teacher.replicas=2"],
     ),
-    (["data.train_batch_size=28", f"{ACTOR}ppo_mini_batch_size=28"], ["data.train_batch_size=28", "trainer.updates_per_step=1"]),
-    (["data.train_batch_size=28", f"{ACTOR}ppo_mini_batch_size=7"], ["data.train_batch_size=28", "trainer.updates_per_step=4"]),
     (
-        ["data.max_prompt_length=512", "data.max_response_length=4096", f"{ROLLOUT}max_model_len=4609"],
-        ["data.max_prompt_length=512", "data.max_response_length=4096", "rollout.max_model_len=null"],
+        ["data.train_batch_size=28", f"{ACTOR}ppo_mini_batch_size=28"],
+        ["data.train_batch_size=28", "trainer.updates_per_step=1"],
     ),
     (
-        ["data.max_prompt_length=512", "data.max_response_length=4096", f"{ROLLOUT}max_model_len=5000"],
-        ["data.max_prompt_length=512", "data.max_response_length=4096", "rollout.max_model_len=5000"],
+        ["data.train_batch_size=28", f"{ACTOR}ppo_mini_batch_size=7"],
+        ["data.train_batch_size=28", "trainer.updates_per_step=4"],
+    ),
+    (
+        [
+            "data.max_prompt_length=512",
+            "data.max_response_length=4096",
+            f"{ROLLOUT}max_model_len=4609",
+        ],
+        [
+            "data.max_prompt_length=512",
+            "data.max_response_length=4096",
+            "rollout.max_model_len=null",
+        ],
+    ),
+    (
+        [
+            "data.max_prompt_length=512",
+            "data.max_response_length=4096",
+            f"{ROLLOUT}max_model_len=5000",
+        ],
+        [
+            "data.max_prompt_length=512",
+            "data.max_response_length=4096",
+            "rollout.max_model_len=5000",
+        ],
     ),
 ]
 
@@ -318,12 +589,24 @@ CONFLICTS: list[tuple[list[str], list[str]]] = [
         [f"++{VERL}dflash_draft_model_path=/a", f"++{ROLLOUT}mtp.draft_model_path=/b"],
         ["dflash_draft_model_path=/a", "mtp.draft_model_path=/b"],
     ),
-    (["trainer.n_student_workers=8", "trainer.n_gpus_per_node=7"], ["trainer.n_student_workers=8", "trainer.n_gpus_per_node=7"]),
+    (
+        ["trainer.n_student_workers=8", "trainer.n_gpus_per_node=7"],
+        ["trainer.n_student_workers=8", "trainer.n_gpus_per_node=7"],
+    ),
     (["optim.lr=1e-4", f"{ACTOR}optim.lr=1e-5"], ["optim.lr=1e-4", "optim.lr=1e-5"]),
-    ([f"{LOSS}clip_ratio_low=0.1", f"{LOSS}clip_ratio_high=0.3"], ["clip_ratio_low=0.1", "clip_ratio_high=0.3"]),
+    (
+        [f"{LOSS}clip_ratio_low=0.1", f"{LOSS}clip_ratio_high=0.3"],
+        ["clip_ratio_low=0.1", "clip_ratio_high=0.3"],
+    ),
     ([f"{LOSS}loss_mode=k3", "opd.response_loss=k2"], ["opd.response_loss=k2", "loss_mode=k3"]),
-    ([f"{LOSS}use_tv_loss=True", "opd.rejected_stream_weight=1"], ["use_tv_loss=True", "opd.rejected_stream_weight=1"]),
-    ([f"{VERL}composed_eagle3_student=True", f"{ROLLOUT}mtp.method=dflash"], ["dflash and eagle3", "use draft.family"]),
+    (
+        [f"{LOSS}use_tv_loss=True", "opd.rejected_stream_weight=1"],
+        ["use_tv_loss=True", "opd.rejected_stream_weight=1"],
+    ),
+    (
+        [f"{VERL}composed_eagle3_student=True", f"{ROLLOUT}mtp.method=dflash"],
+        ["dflash and eagle3", "use draft.family"],
+    ),
     (
         [
             f"{LOSS}loss_mode=eagle3_native_target_distribution",
@@ -333,62 +616,208 @@ CONFLICTS: list[tuple[list[str], list[str]]] = [
         ["loss_mode=eagle3_native", "scalar_k3"],
     ),
     (
-        ["distillation.n_gpus_per_node=3", "distillation.teacher_models.a.model_path=/a", "distillation.teacher_models.b.model_path=/b"],
+        [
+            "distillation.n_gpus_per_node=3",
+            "distillation.teacher_models.a.model_path=/a",
+            "distillation.teacher_models.b.model_path=/b",
+        ],
         ["3 devices", "2 teachers", "teacher.replicas"],
     ),
     (
-        [f"{LOSS}loss_mode=k3", f"{VERL}eagle3_response_loss_mode=native_target_distribution", "opd.rejected_stream_weight=0"],
+        [
+            f"{LOSS}loss_mode=k3",
+            f"{VERL}eagle3_response_loss_mode=native_target_distribution",
+            "opd.rejected_stream_weight=0",
+        ],
         ["loss_mode=k3", "native_target_distribution", "keep one"],
     ),
     (["distillation.n_gpus_per_node=3", f"{TEACHER}num_replicas=2"], ["3 devices", "[2]"]),
     (
-        [f"distillation.teacher_models.{x}" for x in ("a.model_path=/a", "b.model_path=/b", "a.key=k", "b.key=k")],
+        [
+            f"distillation.teacher_models.{x}"
+            for x in ("a.model_path=/a", "b.model_path=/b", "a.key=k", "b.key=k")
+        ],
         ["teacher_models.b.key=k", "differ"],
     ),
-    (["data.train_batch_size=28", f"{ACTOR}ppo_mini_batch_size=10"], ["ppo_mini_batch_size=10", "data.train_batch_size=28"]),
     (
-        ["data.train_batch_size=28", f"{ACTOR}ppo_mini_batch_size=7", "trainer.update_accumulation_steps=10"],
+        ["data.train_batch_size=28", f"{ACTOR}ppo_mini_batch_size=10"],
+        ["ppo_mini_batch_size=10", "data.train_batch_size=28"],
+    ),
+    (
+        [
+            "data.train_batch_size=28",
+            f"{ACTOR}ppo_mini_batch_size=7",
+            "trainer.update_accumulation_steps=10",
+        ],
         ["ppo_mini_batch_size=7", "trainer.update_accumulation_steps=10"],
     ),
 ]
 
 # The keys of Draft-OPD's launchers, with the values of the one for vLLM on NPUs.
 LAUNCHER = [
-    *("data.train_files=['/data/mixed_user_prompt.jsonl']", "data.val_files=['/data/aime24.jsonl','/data/gsm8k_128_user_prompt.jsonl']"),
-    *("data.max_prompt_length=512", "data.max_response_length=4096", "data.train_batch_size=28", "data.filter_overlong_prompts=True"),
-    *("data.truncation='error'", "data.shuffle=True", "data.seed=42", "+data.apply_chat_template_kwargs.enable_thinking=False"),
+    *(
+        "data.train_files=['/data/mixed_user_prompt.jsonl']",
+        "data.val_files=['/data/aime24.jsonl','/data/gsm8k_128_user_prompt.jsonl']",
+    ),
+    *(
+        "data.max_prompt_length=512",
+        "data.max_response_length=4096",
+        "data.train_batch_size=28",
+        "data.filter_overlong_prompts=True",
+    ),
+    *(
+        "data.truncation='error'",
+        "data.shuffle=True",
+        "data.seed=42",
+        "+data.apply_chat_template_kwargs.enable_thinking=False",
+    ),
     *("algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=False"),
     *(
         f"{MODEL}{x}"
-        for x in ("path=Qwen/Qwen3-4B", "trust_remote_code=True", "enable_gradient_checkpointing=True", "use_remove_padding=True")
+        for x in (
+            "path=Qwen/Qwen3-4B",
+            "trust_remote_code=True",
+            "enable_gradient_checkpointing=True",
+            "use_remove_padding=True",
+        )
     ),
-    *(f"+{VERL}{x}" for x in ("composed_dflash_student=True", "dflash_main_model_path=Qwen/Qwen3-4B", "dflash_draft_model_path=/draft")),
-    *(f"++{VERL}{x}" for x in ("dflash_attention_impl=sdpa", "dflash_lm_head_chunk_size=512", "dflash_response_anchor_stride=1")),
-    *(f"++{VERL}{x}" for x in ("dflash_max_response_anchors=186", "dflash_random_response_anchor_enabled=False")),
+    *(
+        f"+{VERL}{x}"
+        for x in (
+            "composed_dflash_student=True",
+            "dflash_main_model_path=Qwen/Qwen3-4B",
+            "dflash_draft_model_path=/draft",
+        )
+    ),
+    *(
+        f"++{VERL}{x}"
+        for x in (
+            "dflash_attention_impl=sdpa",
+            "dflash_lm_head_chunk_size=512",
+            "dflash_response_anchor_stride=1",
+        )
+    ),
+    *(
+        f"++{VERL}{x}"
+        for x in ("dflash_max_response_anchors=186", "dflash_random_response_anchor_enabled=False")
+    ),
     f"++{VERL}dflash_random_response_anchor_seed=42",
-    *("distillation.enabled=True", "distillation.n_gpus_per_node=2", "distillation.nnodes=1", f"{TEACHER}model_path=Qwen/Qwen3-4B"),
-    *(f"{INFERENCE}{x}" for x in ("tensor_model_parallel_size=1", "name=vllm", "temperature=1.0", "gpu_memory_utilization=0.2")),
-    *(f"{INFERENCE}{x}" for x in ("enforce_eager=False", "max_model_len=4609", "max_num_batched_tokens=4609", "max_num_seqs=256")),
-    *(f"{LOSS}{x}" for x in ("loss_mode=k3", "topk=1", "use_task_rewards=False", "use_policy_gradient=False", "reverse_kl_weight=0.0")),
-    *(f"{LOSS}{x}" for x in ("forward_kl_weight=1.0", "rejected_draft_use_reverse_kl=True", "response_stream_weight=1.0")),
+    *(
+        "distillation.enabled=True",
+        "distillation.n_gpus_per_node=2",
+        "distillation.nnodes=1",
+        f"{TEACHER}model_path=Qwen/Qwen3-4B",
+    ),
+    *(
+        f"{INFERENCE}{x}"
+        for x in (
+            "tensor_model_parallel_size=1",
+            "name=vllm",
+            "temperature=1.0",
+            "gpu_memory_utilization=0.2",
+        )
+    ),
+    *(
+        f"{INFERENCE}{x}"
+        for x in (
+            "enforce_eager=False",
+            "max_model_len=4609",
+            "max_num_batched_tokens=4609",
+            "max_num_seqs=256",
+        )
+    ),
     *(
         f"{LOSS}{x}"
-        for x in ("rejected_draft_stream_weight=1.0", "rejected_draft_position_decay_enabled=True", "rejected_draft_position_decay=0.8")
+        for x in (
+            "loss_mode=k3",
+            "topk=1",
+            "use_task_rewards=False",
+            "use_policy_gradient=False",
+            "reverse_kl_weight=0.0",
+        )
+    ),
+    *(
+        f"{LOSS}{x}"
+        for x in (
+            "forward_kl_weight=1.0",
+            "rejected_draft_use_reverse_kl=True",
+            "response_stream_weight=1.0",
+        )
+    ),
+    *(
+        f"{LOSS}{x}"
+        for x in (
+            "rejected_draft_stream_weight=1.0",
+            "rejected_draft_position_decay_enabled=True",
+            "rejected_draft_position_decay=0.8",
+        )
     ),
     *(f"{LOSS}{x}" for x in ("loss_max_clamp=10.0", "log_prob_min_clamp=-10.0")),
     *(
         f"{ACTOR}{x}"
-        for x in ("optim.lr=3e-4", "optim.lr_scheduler_type=cosine", "optim.lr_warmup_steps_ratio=0.05", "data_loader_seed=42")
+        for x in (
+            "optim.lr=3e-4",
+            "optim.lr_scheduler_type=cosine",
+            "optim.lr_warmup_steps_ratio=0.05",
+            "data_loader_seed=42",
+        )
     ),
-    *(f"{ACTOR}{x}" for x in ("ppo_mini_batch_size=28", "ppo_micro_batch_size_per_gpu=1", "ppo_max_token_len_per_gpu=4608")),
-    *(f"{ACTOR}{x}" for x in ("use_dynamic_bsz=True", "fsdp_config.param_offload=False", "fsdp_config.seed=42", "use_kl_loss=False")),
-    *(f"{ROLLOUT}{x}" for x in ("name=vllm", "n=1", "tensor_model_parallel_size=1", "temperature=0.0", "load_format=auto")),
-    *(f"{ROLLOUT}{x}" for x in ("calculate_log_probs=False", "max_model_len=4609", "max_num_batched_tokens=4609", "max_num_seqs=256")),
-    *(f"{ROLLOUT}{x}" for x in ("gpu_memory_utilization=0.4", "free_cache_engine=True", "enforce_eager=False", "agent.num_workers=14")),
-    *(f"{ROLLOUT}val_kwargs.{x}" for x in ("do_sample=False", "temperature=0.0", "top_k=1", "top_p=1.0", "n=1")),
-    *(f"++{ROLLOUT}mtp.{x}" for x in ("_target_=a.b.MtpConfig", "enable=True", "enable_rollout=True", "method=dflash")),
+    *(
+        f"{ACTOR}{x}"
+        for x in (
+            "ppo_mini_batch_size=28",
+            "ppo_micro_batch_size_per_gpu=1",
+            "ppo_max_token_len_per_gpu=4608",
+        )
+    ),
+    *(
+        f"{ACTOR}{x}"
+        for x in (
+            "use_dynamic_bsz=True",
+            "fsdp_config.param_offload=False",
+            "fsdp_config.seed=42",
+            "use_kl_loss=False",
+        )
+    ),
+    *(
+        f"{ROLLOUT}{x}"
+        for x in (
+            "name=vllm",
+            "n=1",
+            "tensor_model_parallel_size=1",
+            "temperature=0.0",
+            "load_format=auto",
+        )
+    ),
+    *(
+        f"{ROLLOUT}{x}"
+        for x in (
+            "calculate_log_probs=False",
+            "max_model_len=4609",
+            "max_num_batched_tokens=4609",
+            "max_num_seqs=256",
+        )
+    ),
+    *(
+        f"{ROLLOUT}{x}"
+        for x in (
+            "gpu_memory_utilization=0.4",
+            "free_cache_engine=True",
+            "enforce_eager=False",
+            "agent.num_workers=14",
+        )
+    ),
+    *(
+        f"{ROLLOUT}val_kwargs.{x}"
+        for x in ("do_sample=False", "temperature=0.0", "top_k=1", "top_p=1.0", "n=1")
+    ),
+    *(
+        f"++{ROLLOUT}mtp.{x}"
+        for x in ("_target_=a.b.MtpConfig", "enable=True", "enable_rollout=True", "method=dflash")
+    ),
     *(f"++{ROLLOUT}mtp.{x}" for x in ("num_speculative_tokens=7", "draft_model_path=/draft")),
-    f'++{ROLLOUT}engine_kwargs.vllm.compilation_config={{"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [8,16,32,64]}}',
+    f'++{ROLLOUT}engine_kwargs.vllm.compilation_config={{"cudagraph_mode": "PIECEWISE", '
+    f'"cudagraph_capture_sizes": [8,16,32,64]}}',
     f"+{ROLLOUT}engine_kwargs.sglang.speculative_algorithm=DFLASH",
     *(
         'trainer.logger=["console","wandb"]',
@@ -396,12 +825,26 @@ LAUNCHER = [
         "trainer.experiment_name=vllm-npu",
         "trainer.default_local_dir=/ckpt",
     ),
-    *("trainer.n_gpus_per_node=14", "trainer.nnodes=1", "trainer.update_accumulation_steps=10", "trainer.save_freq=500"),
-    *("trainer.save_start_step=5000", "trainer.test_freq=250", "trainer.rollout_speed_test_only=True", "trainer.total_epochs=8"),
+    *(
+        "trainer.n_gpus_per_node=14",
+        "trainer.nnodes=1",
+        "trainer.update_accumulation_steps=10",
+        "trainer.save_freq=500",
+    ),
+    *(
+        "trainer.save_start_step=5000",
+        "trainer.test_freq=250",
+        "trainer.rollout_speed_test_only=True",
+        "trainer.total_epochs=8",
+    ),
     *(
         "trainer.rollout_speed_test_max_samples_per_benchmark=28",
         "trainer.rollout_speed_test_worker_count=14",
         "trainer.resume_mode=disable",
     ),
-    *("trainer.rollout_speed_test_clear_kv_cache=True", "trainer.val_before_train=True", "trainer.log_val_generations=10"),
+    *(
+        "trainer.rollout_speed_test_clear_kv_cache=True",
+        "trainer.val_before_train=True",
+        "trainer.log_val_generations=10",
+    ),
 ]

@@ -12,7 +12,9 @@ DOCS = Path(__file__).parents[1] / "docs" / "metrics.md"
 
 @cache
 def documented() -> list[re.Pattern[str]]:
-    """Patterns of the names in the first column of every table (in backticks); a name without its folder continues the one before it."""
+    """Patterns of the names in the first column of every table (in backticks); a name without its
+    folder continues the one before it.
+    """
     patterns = []
     for line in DOCS.read_text().splitlines():
         if not line.startswith("| `"):
@@ -23,7 +25,9 @@ def documented() -> list[re.Pattern[str]]:
             if "/" not in full:
                 full = f"{folder.rpartition('/')[0]}/{full}"
             folder = full
-            patterns.append(re.compile(re.sub(r"<k>", r"\\d+", re.escape(full).replace("<benchmark>", "[^/]+"))))
+            patterns.append(
+                re.compile(re.sub(r"<k>", r"\\d+", re.escape(full).replace("<benchmark>", "[^/]+")))
+            )
     return patterns
 
 

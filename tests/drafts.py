@@ -59,14 +59,18 @@ def target_config(kind: type[PretrainedConfig] = Qwen3Config, **changes: Any) ->
     return kind(**{**values, **changes})
 
 
-def draft_config(block: int = 4, layer_ids: tuple[int, ...] = (1, 3, 5), target: PretrainedConfig | None = None) -> dict[str, Any]:
+def draft_config(
+    block: int = 4, layer_ids: tuple[int, ...] = (1, 3, 5), target: PretrainedConfig | None = None
+) -> dict[str, Any]:
     """config.json of a two-layer draft for `target_config()`."""
     keys = DraftConfig(mask_token_id=MASK, target_layer_ids=list(layer_ids), num_hidden_layers=2)
     return get_family("dflash").derive_config(target or target_config(LlamaConfig), keys, block - 1)
 
 
 def build_draft(config: dict[str, Any], std: float = 0.2) -> nn.Module:
-    """Weights, norms included, that are large and uneven enough for every structural fault to show."""
+    """Weights, norms included, that are large and uneven enough for every
+    structural fault to show.
+    """
     draft = get_family("dflash").build(config, seed=3, init_std=std)
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
@@ -77,7 +81,9 @@ def build_draft(config: dict[str, Any], std: float = 0.2) -> nn.Module:
 
 
 def make_layout(lengths: list[int], anchors: list[list[int]], block: int = 4) -> Layout:
-    """A layout with these full-sequence anchors per sample, padded as the training step pads them, and no supervision."""
+    """A layout with these full-sequence anchors per sample, padded as the training step pads them,
+    and no supervision.
+    """
     blocks = max(1, *(len(row) for row in anchors))
     none = torch.zeros(0, dtype=torch.long)
     stream = Stream(none, none, none, none, none, torch.zeros(0))
@@ -100,7 +106,9 @@ def random_inputs(layout: Layout, features: int = 3, seed: int = 0) -> tuple[Ten
     generator = torch.Generator().manual_seed(seed)
     samples, length = layout.input_ids.shape
     slots = (samples, layout.anchors.shape[1], layout.block_size, HIDDEN)
-    return torch.randn(samples, length, features * HIDDEN, generator=generator), torch.randn(slots, generator=generator)
+    return torch.randn(samples, length, features * HIDDEN, generator=generator), torch.randn(
+        slots, generator=generator
+    )
 
 
 def shapes_of(path: Path) -> dict[str, tuple[int, ...]]:

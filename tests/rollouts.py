@@ -1,4 +1,6 @@
-"""Rollout samples for tests: the documented worked example, and random ones with their ground truth."""
+"""Rollout samples for tests: the documented worked example, and random ones with their ground
+truth.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from verl_opd.opd.trace import Event, RolloutSample, trace_from_events
 # Property tests on a machine that is busy with other things: no example may fail for being slow.
 UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
-# Three proposals per step (B = 4), prefill token at 0. Step 1 at anchor 0 accepts 1, step 2 at anchor 2 accepts all 3, step 3 at anchor 6 accepts none.
+# Three proposals per step (B = 4), prefill token at 0. Step 1 at anchor 0 accepts 1, step 2 at
+# anchor 2 accepts all 3, step 3 at anchor 6 accepts none.
 WORKED_RESPONSE = (10, 11, 12, 13, 14, 15, 16, 17)
 WORKED_EVENTS: list[Event] = [
     (1, [11, 902, 903], [-2.5, -3.5]),
@@ -23,7 +26,10 @@ WORKED_EVENTS: list[Event] = [
 
 
 def make_sample(
-    events: Sequence[Event], response: Sequence[int], prompt: Sequence[int] = (1, 2, 3, 4, 5), sample_id: str = "0-0"
+    events: Sequence[Event],
+    response: Sequence[int],
+    prompt: Sequence[int] = (1, 2, 3, 4, 5),
+    sample_id: str = "0-0",
 ) -> RolloutSample:
     trace = trace_from_events(events, len(response))
     return RolloutSample(sample_id, "test", tuple(prompt), tuple(response), trace, 0, "stop")
@@ -35,7 +41,9 @@ def worked_sample() -> RolloutSample:
 
 @dataclass(frozen=True)
 class Rollout:
-    """A simulated response. spans: (anchor, accepted, end before clipping) of every step the engine ran, the ones past the end too."""
+    """A simulated response. spans: (anchor, accepted, end before clipping) of every step the engine
+    ran, the ones past the end too.
+    """
 
     sample: RolloutSample
     num_drafts: int
@@ -49,7 +57,9 @@ class Rollout:
 
 @st.composite
 def rollouts(draw: st.DrawFn, sample_id: str = "0-0") -> Rollout:
-    """Steps of K proposals with any number accepted, draft-free steps in between, the response cut anywhere (EOS inside a block)."""
+    """Steps of K proposals with any number accepted, draft-free steps in between, the response cut
+    anywhere (EOS inside a block).
+    """
     count = draw(st.integers(1, 5))
     steps = draw(st.lists(st.none() | st.integers(0, count), max_size=8))
     events: list[Event] = []
@@ -69,4 +79,9 @@ def rollouts(draw: st.DrawFn, sample_id: str = "0-0") -> Rollout:
     cut = draw(st.integers(1, len(response)))
     prompt = range(1, draw(st.integers(1, 6)) + 1)
     sample = make_sample(events, response[:cut], prompt, sample_id)
-    return Rollout(sample, count, tuple(spans), frozenset(position for position in draft_free if position < cut))
+    return Rollout(
+        sample,
+        count,
+        tuple(spans),
+        frozenset(position for position in draft_free if position < cut),
+    )

@@ -1,4 +1,6 @@
-"""A tiny target with a draft for it, hand-made samples, and trainer ranks in processes of their own."""
+"""A tiny target with a draft for it, hand-made samples, and trainer ranks in processes of their
+own.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +37,21 @@ def save_models(root: Path) -> None:
     """A float32 target with logits far from uniform in `root`/target, a draft in `root`/draft."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        LlamaForCausalLM(target_config(LlamaConfig, initializer_range=0.25)).save_pretrained(root / "target")
-    get_family("dflash").save_pretrained(build_draft(draft_config(BLOCK)).state_dict(), draft_config(BLOCK), root / "draft")
+        LlamaForCausalLM(target_config(LlamaConfig, initializer_range=0.25)).save_pretrained(
+            root / "target"
+        )
+    get_family("dflash").save_pretrained(
+        build_draft(draft_config(BLOCK)).state_dict(), draft_config(BLOCK), root / "draft"
+    )
 
 
 def make_config(root: Path, **training: Any) -> Config:
     cfg = Config()
-    cfg.target.path, cfg.target.dtype, cfg.draft.path = str(root / "target"), "float32", str(root / "draft")
+    cfg.target.path, cfg.target.dtype, cfg.draft.path = (
+        str(root / "target"),
+        "float32",
+        str(root / "draft"),
+    )
     cfg.training.param_dtype, cfg.training.lm_head_chunk_size = "float32", 5
     cfg.optim.grad_clip, cfg.optim.weight_decay = 1e9, 0.1
     for key, value in training.items():
@@ -56,8 +66,12 @@ def make_item(
     labels: list[tuple[int, list[int]]],
     refused: tuple[tuple[int, int, int, float], ...] = (),
 ) -> TrainItem:
-    """labels: (anchor, supervised offsets) per block. refused: (anchor, offset, token, target log-prob)."""
-    tokens = [(7 * i + 13 * prompt_len + 3 * response_len) % 96 for i in range(prompt_len + response_len)]
+    """labels: (anchor, supervised offsets) per block. refused: (anchor, offset, token, target
+    log-prob).
+    """
+    tokens = [
+        (7 * i + 13 * prompt_len + 3 * response_len) % 96 for i in range(prompt_len + response_len)
+    ]
     prompt, response = tuple(tokens[:prompt_len]), tuple(tokens[prompt_len:])
     anchors = tuple(sorted({anchor for anchor, _ in labels} | {anchor for anchor, *_ in refused}))
     slots = [(anchor, offset) for anchor, offsets in labels for offset in offsets]
@@ -76,10 +90,16 @@ def make_item(
 
 
 def make_items() -> list[TrainItem]:
-    """Unequal samples: with and without refusals, a shared slot, an anchor on the prompt, overlapping blocks, nothing supervised."""
+    """Unequal samples: with and without refusals, a shared slot, an anchor on the prompt,
+    overlapping blocks, nothing supervised.
+    """
     return [
         make_item(
-            "a", 5, 9, [(0, [1, 2]), (2, [1, 2, 3]), (6, [1])], ((0, 2, 40, -6.5), (0, 3, 41, -7.0), (6, 1, 17, -6.0), (6, 2, 5, -8.0))
+            "a",
+            5,
+            9,
+            [(0, [1, 2]), (2, [1, 2, 3]), (6, [1])],
+            ((0, 2, 40, -6.5), (0, 3, 41, -7.0), (6, 1, 17, -6.0), (6, 2, 5, -8.0)),
         ),
         make_item("b", 3, 14, [(-1, [1, 2, 3]), (4, [1, 2, 3]), (5, [1, 2, 3]), (12, [1])]),
         make_item("c", 8, 4, [(0, [1])], ((0, 1, 90, -7.5), (2, 3, 33, -9.5))),
@@ -88,7 +108,9 @@ def make_items() -> list[TrainItem]:
 
 
 def totals_of(items: list[TrainItem], spec: LossSpec = SPEC) -> StreamTotals:
-    return stream_totals([item.plan for item in items], [len(item.response_ids) for item in items], spec)
+    return stream_totals(
+        [item.plan for item in items], [len(item.response_ids) for item in items], spec
+    )
 
 
 class ObservedTrainer(DraftTrainer):
@@ -97,7 +119,9 @@ class ObservedTrainer(DraftTrainer):
     gradients: dict[str, Tensor]
 
     def _step(self, lr: float, metrics: StepMetrics, usable: bool) -> None:
-        self.gradients = {name: whole(parameter.grad) for name, parameter in self.draft.named_parameters()}
+        self.gradients = {
+            name: whole(parameter.grad) for name, parameter in self.draft.named_parameters()
+        }
         super()._step(lr, metrics, usable)
 
     def weights(self) -> dict[str, Tensor]:
@@ -111,14 +135,18 @@ def whole(tensor: Tensor | None) -> Tensor:
 
 
 def make_trainer(root: Path, rank: int = 0, world: int = 1, **training: Any) -> ObservedTrainer:
-    return calm(ObservedTrainer(make_config(root, **training), draft_config(BLOCK), rank, world, "cpu"))
+    return calm(
+        ObservedTrainer(make_config(root, **training), draft_config(BLOCK), rank, world, "cpu")
+    )
 
 
 Trainer = TypeVar("Trainer", bound=DraftTrainer)
 
 
 def calm(trainer: Trainer) -> Trainer:
-    """AdamW divides by the gradient's own size; where that is almost nothing, a small epsilon would turn rounding into whole steps."""
+    """AdamW divides by the gradient's own size; where that is almost nothing, a small epsilon would
+    turn rounding into whole steps.
+    """
     for group in trainer.optimizer.param_groups:
         group["eps"] = 1e-5
     return trainer
@@ -126,7 +154,13 @@ def calm(trainer: Trainer) -> Trainer:
 
 @contextmanager
 def process_group(store: Path, rank: int = 0, world: int = 1) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=300))
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=300),
+    )
     try:
         yield
     finally:
@@ -135,7 +169,9 @@ def process_group(store: Path, rank: int = 0, world: int = 1) -> Iterator[None]:
 
 @dataclass
 class Ranks:
-    """Runs `scenario(root, rank, world, *args)` on every rank; results by rank. A hang fails after `timeout` seconds."""
+    """Runs `scenario(root, rank, world, *args)` on every rank; results by rank. A hang fails after
+    `timeout` seconds.
+    """
 
     root: Path
     timeout: float = 500.0
@@ -145,8 +181,13 @@ class Ranks:
         folder.mkdir()
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("OMP_NUM_THREADS", "1")
-            patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]))
-            processes = mp.spawn(_rank, (scenario, self.root, folder, world, args), nprocs=world, join=False)
+            patch.setenv(
+                "PYTHONPATH",
+                os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
+            )
+            processes = mp.spawn(
+                _rank, (scenario, self.root, folder, world, args), nprocs=world, join=False
+            )
         deadline = time.monotonic() + self.timeout
         while not processes.join(timeout=1.0):
             if time.monotonic() > deadline:
@@ -156,7 +197,14 @@ class Ranks:
         return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]
 
 
-def _rank(rank: int, scenario: Callable[..., Any], root: Path, folder: Path, world: int, args: tuple[Any, ...]) -> None:
+def _rank(
+    rank: int,
+    scenario: Callable[..., Any],
+    root: Path,
+    folder: Path,
+    world: int,
+    args: tuple[Any, ...],
+) -> None:
     torch.set_num_threads(1)
     with process_group(folder / "store", rank, world):
         torch.save(scenario(root, rank, world, *args), folder / f"{rank}.pt")

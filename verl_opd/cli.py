@@ -14,7 +14,7 @@ _RECIPE_VERBS = {
     "train": "train a draft on the states it meets while the target verifies it",
     "eval": "measure held-out accept length of draft.path in the engine",
     "bench": "measure what recording and draft pushes cost",
-    "plan": "show where everything would run and how much memory it takes, without starting anything",
+    "plan": "show where everything would run and how much memory it takes; starts nothing",
     "doctor": "check versions, devices, memory, disk, models and data before a long run does",
 }
 _OVERRIDES = """\
@@ -29,8 +29,9 @@ recipes: """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb. Exit codes: 0 done, 1 a run that failed (what happened, on stderr), 2 a problem the user can fix (one line on stderr), 130
-    interrupted."""
+    """Run one verb. Exit codes: 0 done, 1 a run that failed (what happened, on stderr), 2 a problem
+    the user can fix (one line on stderr), 130 interrupted.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         _dispatch(arguments)
@@ -38,7 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"verl-opd: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except RunError as error:
-        cause = getattr(error, "cause", None) or error  # Ray wraps what an actor raised, its traceback included
+        cause = (
+            getattr(error, "cause", None) or error
+        )  # Ray wraps what an actor raised, its traceback included
         print(f"verl-opd: {type(cause).__name__}: {cause}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -56,17 +59,23 @@ def _dispatch(arguments: list[str]) -> None:
         from verl_opd.training.export import export_checkpoint, serve_line
 
         out = export_checkpoint(options.checkpoint, options.out, options.force, options.reader)
-        print(f"exported {out}\nserve it with {serve_line(options.checkpoint, out, options.reader)}")
+        print(
+            f"exported {out}\nserve it with {serve_line(options.checkpoint, out, options.reader)}"
+        )
         return
     # argparse collects positionals once; overrides that follow an option end up in `rest`.
     overrides = [*options.overrides, *rest]
     unknown = [text for text in overrides if text.startswith("-")]
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    _run_recipe(options.verb, options.recipe, overrides, options.cfg is not None, ["verl-opd", *arguments])
+    _run_recipe(
+        options.verb, options.recipe, overrides, options.cfg is not None, ["verl-opd", *arguments]
+    )
 
 
-def _run_recipe(verb: str, recipe: str, overrides: list[str], print_only: bool, command: list[str]) -> None:
+def _run_recipe(
+    verb: str, recipe: str, overrides: list[str], print_only: bool, command: list[str]
+) -> None:
     from verl_opd.config.aliases import table, translate
     from verl_opd.config.load import compose_config, load_config, to_yaml, validate
 
@@ -79,7 +88,9 @@ def _run_recipe(verb: str, recipe: str, overrides: list[str], print_only: bool, 
         from verl_opd.controller.doctor import report
 
         if not report(cfg):
-            raise ConfigError("this machine or configuration is not ready; see the lines marked MISSING")
+            raise ConfigError(
+                "this machine or configuration is not ready; see the lines marked MISSING"
+            )
         return
     validate(cfg)
     if verb == "train":
@@ -101,21 +112,37 @@ def _run_recipe(verb: str, recipe: str, overrides: list[str], print_only: bool, 
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="verl-opd", description="Train speculative-decoding drafts on the states they really meet.")
+    parser = argparse.ArgumentParser(
+        prog="verl-opd",
+        description="Train speculative-decoding drafts on the states they really meet.",
+    )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="verb")
     epilog = _OVERRIDES + ", ".join(recipe_names())
     for verb, text in _RECIPE_VERBS.items():
-        command = verbs.add_parser(verb, help=text, description=text, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter)
+        command = verbs.add_parser(
+            verb,
+            help=text,
+            description=text,
+            epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         command.add_argument("recipe", help="name of a shipped recipe, or path of a .yaml file")
-        command.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the recipe")
-        command.add_argument("--cfg", choices=["job"], help="print the resolved configuration and stop")
+        command.add_argument(
+            "overrides", nargs="*", metavar="key=value", help="changes to the recipe"
+        )
+        command.add_argument(
+            "--cfg", choices=["job"], help="print the resolved configuration and stop"
+        )
     text = "write the draft of a checkpoint as a directory that an engine serves"
     export = verbs.add_parser("export", help=text, description=text)
     export.add_argument("checkpoint", type=Path, help="checkpoint directory of a run")
     export.add_argument("--out", type=Path, required=True, help="directory to write")
     readers = ["vllm", "speculators", "sglang"]
     export.add_argument(
-        "--reader", choices=readers, default="vllm", help="whose file layout (vllm; speculators: one that names its target)"
+        "--reader",
+        choices=readers,
+        default="vllm",
+        help="whose file layout (vllm; speculators: one that names its target)",
     )
     export.add_argument("--force", action="store_true", help="replace an existing directory")
     return parser

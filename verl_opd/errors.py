@@ -2,11 +2,15 @@
 
 
 class ConfigError(ValueError):
-    """A configuration, data or model problem found before anything expensive starts; the CLI prints it on one line and exits 2."""
+    """A configuration, data or model problem found before anything expensive starts; the CLI prints
+    it on one line and exits 2.
+    """
 
 
 class RunError(RuntimeError):
-    """Something went wrong in a run that only its message has to explain; the CLI prints it without a traceback and exits 1."""
+    """Something went wrong in a run that only its message has to explain; the CLI prints it without
+    a traceback and exits 1.
+    """
 
 
 class WeightSyncError(RunError):

@@ -1,4 +1,6 @@
-"""What every process of a run needs: where its output goes, and somebody who cleans up after it however it ends."""
+"""What every process of a run needs: where its output goes, and somebody who cleans up after it
+however it ends.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ _LOOK_SECONDS = 1.0  # how often the process that cleans up notes what there is 
 
 
 def redirect_output(log_path: str) -> None:
-    """Send stdout and stderr of this process, and of children it starts later, to `log_path` (appended)."""
+    """Send stdout and stderr of this process, and of children it starts later, to `log_path`
+    (appended).
+    """
     Path(log_path).parent.mkdir(parents=True, exist_ok=True)
     target = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     sys.stdout.flush()
@@ -27,19 +31,35 @@ def redirect_output(log_path: str) -> None:
 
 
 def clean_up_after(files: Sequence[Path] = (), children: bool = False) -> None:
-    """Start a process, outside of this one's family, that waits until this one is gone, even by SIGKILL, and then removes `files`. With `children` it
-    also ends what is left of all that this process has started since, and removes the segments and semaphores that they shared in /dev/shm."""
+    """Start a process, outside of this one's family, that waits until this one is gone, even by
+    SIGKILL, and then removes `files`. With `children` it also ends what is left of all that this
+    process has started since, and removes the segments and semaphores that they shared in /dev/shm.
+    """
     me = os.getpid()
-    task = {"pid": me, "start": _start(me), "files": list(map(str, files)), "children": children, "before": sorted(_descendants(me))}
+    task = {
+        "pid": me,
+        "start": _start(me),
+        "files": list(map(str, files)),
+        "children": children,
+        "before": sorted(_descendants(me)),
+    }
     command = [sys.executable, __file__]
-    done = subprocess.run(command, input=json.dumps(task), capture_output=True, text=True, start_new_session=True, check=False)
+    done = subprocess.run(
+        command,
+        input=json.dumps(task),
+        capture_output=True,
+        text=True,
+        start_new_session=True,
+        check=False,
+    )
     if done.returncode:
         raise RuntimeError(f"no process to clean up after this one could be started: {done.stderr}")
 
 
 def end_own(processes: Iterable[tuple[int, int]], files: Iterable[str]) -> list[int]:
-    """SIGKILL those of `processes`, (pid, start), that still live, then remove `files`, as a killed engine cannot. A process id that was given to
-    another is left alone."""
+    """SIGKILL those of `processes`, (pid, start), that still live, then remove `files`, as a killed
+    engine cannot. A process id that was given to another is left alone.
+    """
     ended = []
     for pid, start in processes:
         if _start(pid) == start:
@@ -54,18 +74,25 @@ def end_own(processes: Iterable[tuple[int, int]], files: Iterable[str]) -> list[
 
 
 def _segments(pid: int) -> set[Path]:
-    """The Python shared memory and semaphores below /dev/shm that a process maps; engines talk to their workers through them."""
+    """The Python shared memory and semaphores below /dev/shm that a process maps; engines talk to
+    their workers through them.
+    """
     try:
         lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return set()
-    paths = (Path(line.split(maxsplit=5)[5]) for line in lines if any(f"{_SHARED}/{kind}" in line for kind in ("psm_", "sem.mp-")))
+    paths = (
+        Path(line.split(maxsplit=5)[5])
+        for line in lines
+        if any(f"{_SHARED}/{kind}" in line for kind in ("psm_", "sem.mp-"))
+    )
     return {path for path in paths if path.exists()}
 
 
 def _start(pid: int) -> int | None:
-    """Clock ticks from boot to the start of a process, which no change of the clock moves; None when there is no such process, or only what its parent
-    has not collected yet."""
+    """Clock ticks from boot to the start of a process, which no change of the clock moves; None
+    when there is no such process, or only what its parent has not collected yet.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -79,7 +106,9 @@ def _descendants(pid: int) -> set[tuple[int, int]]:
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
             try:
-                parents[int(entry.name)] = int(Path(entry.path, "stat").read_text().rsplit(")", 1)[1].split()[1])
+                parents[int(entry.name)] = int(
+                    Path(entry.path, "stat").read_text().rsplit(")", 1)[1].split()[1]
+                )
             except (FileNotFoundError, ProcessLookupError):
                 continue
     found = {pid}
@@ -89,7 +118,9 @@ def _descendants(pid: int) -> set[tuple[int, int]]:
 
 
 def _opened(pid: int) -> int | None:
-    """A descriptor that becomes readable when the process ends; None where kernel or container have no such thing."""
+    """A descriptor that becomes readable when the process ends; None where kernel or container have
+    no such thing.
+    """
     try:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
@@ -97,7 +128,9 @@ def _opened(pid: int) -> int | None:
 
 
 def _wait_and_clean() -> None:
-    """What the process of `clean_up_after` does. It leaves its parent at once, which Ray would otherwise kill with its children."""
+    """What the process of `clean_up_after` does. It leaves its parent at once, which Ray would
+    otherwise kill with its children.
+    """
     task = json.load(sys.stdin)
     pid, start = task["pid"], task["start"]
     handle = _opened(pid)
@@ -113,7 +146,11 @@ def _wait_and_clean() -> None:
     while _start(pid) == start:
         if task["children"]:
             family |= _descendants(pid) - before
-            files |= {str(path) for child in [pid, *(child for child, _ in family)] for path in _segments(child)}
+            files |= {
+                str(path)
+                for child in [pid, *(child for child, _ in family)]
+                for path in _segments(child)
+            }
         select.select([handle] if handle is not None else [], [], [], _LOOK_SECONDS)
     end_own(family, files)
 

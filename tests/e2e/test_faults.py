@@ -1,4 +1,6 @@
-"""A run whose processes are killed, stopped and asked to end, one after the other, and which goes on by itself each time."""
+"""A run whose processes are killed, stopped and asked to end, one after the other, and which goes
+on by itself each time.
+"""
 
 from __future__ import annotations
 
@@ -40,35 +42,62 @@ def processes(root: int, title: str) -> list[int]:
 
 def steps_of(folder: Path) -> list[int]:
     file = folder / "run" / "metrics.jsonl"
-    return [row["training/global_step"] for row in metrics_of(folder) if "training/global_step" in row] if file.exists() else []
+    return (
+        [row["training/global_step"] for row in metrics_of(folder) if "training/global_step" in row]
+        if file.exists()
+        else []
+    )
 
 
 def test_a_run_survives_whatever_dies_and_stops_when_asked(tiny_llama_dir: Path, folder: Path):
-    overrides = ["trainer.total_training_steps=400", "trainer.save_freq=1", "trainer.max_restarts=8", "rollout.stall_timeout=6"]
+    overrides = [
+        "trainer.total_training_steps=400",
+        "trainer.save_freq=1",
+        "trainer.max_restarts=8",
+        "rollout.stall_timeout=6",
+    ]
     arguments = command(
-        tiny_llama_dir, folder, *overrides, "trainer.val_before_train=false", "data.val_files={}", "trainer.total_epochs=999"
+        tiny_llama_dir,
+        folder,
+        *overrides,
+        "trainer.val_before_train=false",
+        "data.val_files={}",
+        "trainer.total_epochs=999",
     )
     log, before, store = folder / "log", shared_names(), folder / "run" / "checkpoints"
     with log.open("w") as output:
-        process = subprocess.Popen(arguments, cwd=ROOT, env=environment(), stdout=output, stderr=output)
+        process = subprocess.Popen(
+            arguments, cwd=ROOT, env=environment(), stdout=output, stderr=output
+        )
     try:
         wait_for(lambda: steps_of(folder) or process.poll() is not None, 300, "the first step")
         for title, number in INJURIES:
             assert process.poll() is None, log.read_text()[-3000:]
             victims: list[int] = []
             wait_for(
-                lambda title=title, victims=victims: victims.extend(processes(process.pid, title)) or victims,
+                lambda title=title, victims=victims: (
+                    victims.extend(processes(process.pid, title)) or victims
+                ),
                 20,
                 f"a process called {title}: {log.read_text()[-1000:]}",
                 0.1,
             )
             told, reached = log.read_text().count("starting again"), max(steps_of(folder))
             if title == "ray::TrainRank":
-                wait_for(lambda: list(store.glob(".tmp-step_*")), 60, "a checkpoint that is being written", 0.002)
+                wait_for(
+                    lambda: list(store.glob(".tmp-step_*")),
+                    60,
+                    "a checkpoint that is being written",
+                    0.002,
+                )
             os.kill(victims[0], number)
             wait_for(
                 lambda told=told, reached=reached: (
-                    process.poll() is not None or (log.read_text().count("starting again") > told and max(steps_of(folder)) > reached + 1)
+                    process.poll() is not None
+                    or (
+                        log.read_text().count("starting again") > told
+                        and max(steps_of(folder)) > reached + 1
+                    )
                 ),
                 240,
                 f"the run to go on after {title} got {number.name}",
@@ -87,8 +116,14 @@ def test_a_run_survives_whatever_dies_and_stops_when_asked(tiny_llama_dir: Path,
     assert said.count("is lost (") >= 3
     assert re.search(r"no (token for anybody|answer to \w+) in rollout.stall_timeout=6 s", said)
     assert "SIGTERM: finishing this step, then a checkpoint" in said
-    assert re.search(r"stopped; the newest checkpoint is \S*step_\d+; continue with:\nverl-opd train", said)
-    wait_for(lambda: not shared_names() - before, 30, f"shared memory to be removed: {shared_names() - before}")
+    assert re.search(
+        r"stopped; the newest checkpoint is \S*step_\d+; continue with:\nverl-opd train", said
+    )
+    wait_for(
+        lambda: not shared_names() - before,
+        30,
+        f"shared memory to be removed: {shared_names() - before}",
+    )
 
     done = steps_of(folder)
     assert set(done) == set(range(1, max(done) + 1)), "no step is missing"
@@ -96,4 +131,6 @@ def test_a_run_survives_whatever_dies_and_stops_when_asked(tiny_llama_dir: Path,
     assert state["progress"]["opd_step"] == max(done)
     rows = metrics_of(folder)
     assert sum(row.get("actor/skipped_steps", 0) for row in rows) == 0
-    assert all(row.get("opd/replay_mismatch", 0) == 0 for row in rows), "engines that came back draft with the current weights"
+    assert all(row.get("opd/replay_mismatch", 0) == 0 for row in rows), (
+        "engines that came back draft with the current weights"
+    )

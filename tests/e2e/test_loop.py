@@ -1,4 +1,6 @@
-"""Warm-up, OPD, validation, kill, resume and export of one tiny run; and the run that must become nearly perfect."""
+"""Warm-up, OPD, validation, kill, resume and export of one tiny run; and the run that must become
+nearly perfect.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def descendants(pid: int) -> set[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                parents[int(entry.name)] = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+                parents[int(entry.name)] = int(
+                    (entry / "stat").read_text().rsplit(")", 1)[1].split()[1]
+                )
             except (FileNotFoundError, ProcessLookupError):
                 continue
     found, grown = {pid}, True
@@ -49,7 +53,9 @@ def alive(pids: set[int]) -> set[int]:
 
 
 def shared_names() -> set[str]:
-    """What drafts and engines keep in shared memory. (Named semaphores of 32 bytes may stay behind: engines make some after they have started.)"""
+    """What drafts and engines keep in shared memory. (Named semaphores of 32 bytes may stay behind:
+    engines make some after they have started.)
+    """
     kinds = ("psm_", ".verl-opd-draft-")
     return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(kinds)}
 
@@ -63,7 +69,9 @@ def wait_for(condition, seconds: float, what: str, every: float = 0.5) -> None:
 
 def status(url: str, key: str | None) -> int:
     """HTTP status of a GET with this key."""
-    request = urllib.request.Request(url, headers={} if key is None else {"Authorization": f"Bearer {key}"})
+    request = urllib.request.Request(
+        url, headers={} if key is None else {"Authorization": f"Bearer {key}"}
+    )
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
             return int(answer.status)
@@ -72,38 +80,72 @@ def status(url: str, key: str | None) -> int:
 
 
 def test_a_killed_run_resumes_where_it_was_and_ends_as_planned(tiny_llama_dir: Path, folder: Path):
-    overrides = ["trainer.warmup_steps=1", "trainer.save_freq=1", "warmup.updates_per_step=2", "trainer.updates_per_step=2"]
+    overrides = [
+        "trainer.warmup_steps=1",
+        "trainer.save_freq=1",
+        "warmup.updates_per_step=2",
+        "trainer.updates_per_step=2",
+    ]
     arguments = command(tiny_llama_dir, folder, *overrides)
     store = folder / "run" / "checkpoints"
     secret, before = "a-key-nobody-else-has-5cc1", shared_names()
     with (folder / "first.log").open("w") as log:
-        first = subprocess.Popen(arguments, cwd=ROOT, env={**environment(), "VERL_OPD_API_KEY": secret}, stdout=log, stderr=log)
+        first = subprocess.Popen(
+            arguments,
+            cwd=ROOT,
+            env={**environment(), "VERL_OPD_API_KEY": secret},
+            stdout=log,
+            stderr=log,
+        )
     try:
-        wait_for(lambda: (store / "step_2").exists() or first.poll() is not None, 480, "the second checkpoint")
+        wait_for(
+            lambda: (store / "step_2").exists() or first.poll() is not None,
+            480,
+            "the second checkpoint",
+        )
         assert first.poll() is None, (folder / "first.log").read_text()[-3000:]
         family = descendants(first.pid)
         url = re.search(r"HTTP at (http://127\.0\.0\.1:\d+)", (folder / "first.log").read_text())[1]
-        assert [status(f"{url}/v1/models", key) for key in (secret, "another", None)] == [200, 401, 401]
+        assert [status(f"{url}/v1/models", key) for key in (secret, "another", None)] == [
+            200,
+            401,
+            401,
+        ]
     finally:
         first.kill()
         first.wait()
     wait_for(lambda: not alive(family), 120, f"processes of the killed run to end: {alive(family)}")
-    wait_for(lambda: not shared_names() - before, 30, f"shared memory to be removed: {shared_names() - before}")
+    wait_for(
+        lambda: not shared_names() - before,
+        30,
+        f"shared memory to be removed: {shared_names() - before}",
+    )
 
-    written = [path for path in folder.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
+    written = [
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and secret.encode() in path.read_bytes()
+    ]
     assert written == [], "the key of the HTTP server is nowhere in the run directory or the output"
 
     saved = json.loads((store / "latest" / "state.json").read_text())
     output = run(arguments)
     assert "resuming from" in output
 
-    steps = {row["training/global_step"]: row for row in metrics_of(folder) if "training/global_step" in row}
+    steps = {
+        row["training/global_step"]: row
+        for row in metrics_of(folder)
+        if "training/global_step" in row
+    }
     assert sorted(steps) == [1, 2, 3, 4]
     optim = OptimConfig()
     expected = [sum(lr_at(2 * i + j, 6, optim) for j in range(2)) / 2 for i in range(3)]
     assert [steps[step]["actor/lr"] for step in (2, 3, 4)] == pytest.approx(expected)
     assert [steps[step]["training/update_step"] for step in (1, 2, 3, 4)] == [2, 4, 6, 8]
-    assert all(steps[step]["opd/weight_sync/version"] == steps[step]["training/update_step"] for step in steps)
+    assert all(
+        steps[step]["opd/weight_sync/version"] == steps[step]["training/update_step"]
+        for step in steps
+    )
     assert all(steps[step]["opd/rollout/empty_reject_ratio"] == 0 for step in (2, 3, 4))
     assert all(steps[step]["actor/distillation/loss"] > 0 for step in steps)
 
@@ -113,10 +155,15 @@ def test_a_killed_run_resumes_where_it_was_and_ends_as_planned(tiny_llama_dir: P
     assert final["data"]["epoch"] * 2 + final["data"]["batch"] == 4
     assert set(final["progress"]["results"]) == {"before", "after_warmup", "after_opd"}
     assert final["progress"]["results"]["before"] == saved["progress"]["results"]["before"]
-    stages = [row for row in metrics_of(folder) if "test_rollout/tiny/vllm_spec_accept_length" in row]
+    stages = [
+        row for row in metrics_of(folder) if "test_rollout/tiny/vllm_spec_accept_length" in row
+    ]
     assert len(stages) == 3, "no evaluation ran twice"
 
-    assert undocumented({name for row in metrics_of(folder) for name in row} - {"step", "time"}) == set()
+    assert (
+        undocumented({name for row in metrics_of(folder) for name in row} - {"step", "time"})
+        == set()
+    )
     assert "== step 4, sample" in (folder / "run" / "logs" / "cases.log").read_text()
 
     summary = json.loads((folder / "run" / "summary.json").read_text())
@@ -124,13 +171,27 @@ def test_a_killed_run_resumes_where_it_was_and_ends_as_planned(tiny_llama_dir: P
     assert summary["serve"] in output
     assert "its summary" in run(arguments), "a finished run only shows its summary"
     exported = folder / "out"
-    run([sys.executable, "-m", "verl_opd.cli", "export", str(folder / "run"), "--out", str(exported)])
+    run(
+        [
+            sys.executable,
+            "-m",
+            "verl_opd.cli",
+            "export",
+            str(folder / "run"),
+            "--out",
+            str(exported),
+        ]
+    )
     assert {path.name for path in exported.iterdir()} == {"config.json", "model.safetensors"}
 
 
 @pytest.mark.parametrize("family", ["dflash", "eagle3"])
-def test_an_overfitted_draft_is_nearly_always_accepted_also_by_plain_vllm(tiny_llama_dir: Path, folder: Path, family: str):
-    """tau near K + 1 on one memorised prompt catches nearly every misalignment of layers, positions, labels, masks, heads and weights."""
+def test_an_overfitted_draft_is_nearly_always_accepted_also_by_plain_vllm(
+    tiny_llama_dir: Path, folder: Path, family: str
+):
+    """tau near K + 1 on one memorised prompt catches nearly every misalignment of layers,
+    positions, labels, masks, heads and weights.
+    """
     for name in ("train", "val"):
         write_prompts(folder / f"{name}.jsonl", ["remember this"] * 4)
     run(
@@ -147,7 +208,11 @@ def test_an_overfitted_draft_is_nearly_always_accepted_also_by_plain_vllm(tiny_l
             "optim.lr=1e-4",
             "draft.init_std=0.05",
             f"draft.family={family}",
-            *(["draft.num_hidden_layers=null", "draft.mask_token_id=null"] if family == "eagle3" else []),
+            *(
+                ["draft.num_hidden_layers=null", "draft.mask_token_id=null"]
+                if family == "eagle3"
+                else []
+            ),
             "trainer.val_before_train=false",
         )
     )
@@ -156,15 +221,40 @@ def test_an_overfitted_draft_is_nearly_always_accepted_also_by_plain_vllm(tiny_l
     assert tau > 3.5, summary["results"]
 
     exported = folder / "speculators"
-    run([sys.executable, "-m", "verl_opd.cli", "export", str(folder / "run"), "--out", str(exported), "--reader", "speculators"])
-    served = run([sys.executable, str(Path(__file__).parent / "serve_plain.py"), str(exported), str(folder / "val.jsonl")])
+    run(
+        [
+            sys.executable,
+            "-m",
+            "verl_opd.cli",
+            "export",
+            str(folder / "run"),
+            "--out",
+            str(exported),
+            "--reader",
+            "speculators",
+        ]
+    )
+    served = run(
+        [
+            sys.executable,
+            str(Path(__file__).parent / "serve_plain.py"),
+            str(exported),
+            str(folder / "val.jsonl"),
+        ]
+    )
     plain = json.loads(served.splitlines()[-1])["tau"]
-    assert plain == pytest.approx(tau, rel=0.1), "the exported draft accepts in plain vLLM what it accepted in training"
+    assert plain == pytest.approx(tau, rel=0.1), (
+        "the exported draft accepts in plain vLLM what it accepted in training"
+    )
 
 
-def test_teacher_servers_score_what_the_rollout_committed(tiny_llama_dir: Path, tiny_qwen3_dir: Path, folder: Path):
-    """Two teachers of one vocabulary, one of them not the target, on placement of their own; rows name theirs. Started by the launcher for CPUs, whose
-    variables and overrides turn the quickstart into a tiny run."""
+def test_teacher_servers_score_what_the_rollout_committed(
+    tiny_llama_dir: Path, tiny_qwen3_dir: Path, folder: Path
+):
+    """Two teachers of one vocabulary, one of them not the target, on placement of their own; rows
+    name theirs. Started by the launcher for CPUs, whose variables and overrides turn the quickstart
+    into a tiny run.
+    """
     rows = [{"prompt": f"say {i}", "domain": ("plain", "other")[i % 2]} for i in range(4)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     variables = {
@@ -199,7 +289,10 @@ def test_teacher_servers_score_what_the_rollout_committed(tiny_llama_dir: Path, 
     ]
     output = run([str(ROOT / "examples" / "cpu.sh"), *overrides], **variables)
     assert f"teacher servers plain: 1 x {tiny_llama_dir}, other: 1 x {tiny_qwen3_dir}" in output
-    assert {path.name for path in (folder / "run" / "logs").glob("teacher_*.log")} == {"teacher_0.log", "teacher_1.log"}
+    assert {path.name for path in (folder / "run" / "logs").glob("teacher_*.log")} == {
+        "teacher_0.log",
+        "teacher_1.log",
+    }
     (row,) = [row for row in metrics_of(folder) if "actor/distillation/loss" in row]
     assert row["actor/distillation/loss"] > 0
     assert 0 < row["actor/distillation/student_mass"] < row["actor/distillation/teacher_mass"] < 1

@@ -1,4 +1,6 @@
-"""A run over two Ray nodes, one of which is lost: two raylets on this machine, each with room for one student worker."""
+"""A run over two Ray nodes, one of which is lost: two raylets on this machine, each with room for
+one student worker.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +27,22 @@ def cluster() -> Iterator[Cluster]:
         "health_check_timeout_ms": 3000,
         "health_check_failure_threshold": 3,
     }
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False, "_system_config": quick})
+    made = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 1, "include_dashboard": False, "_system_config": quick},
+    )
     try:
         yield made
     finally:
         made.shutdown()
 
 
-def test_a_run_over_two_nodes_stops_with_its_resume_line_when_one_is_lost(tiny_llama_dir: Path, folder: Path, cluster: Cluster):
-    """Trainer ranks, engines, traces and draft pushes on both nodes; a lost node costs no more than the steps since the last checkpoint."""
+def test_a_run_over_two_nodes_stops_with_its_resume_line_when_one_is_lost(
+    tiny_llama_dir: Path, folder: Path, cluster: Cluster
+):
+    """Trainer ranks, engines, traces and draft pushes on both nodes; a lost node costs no more than
+    the steps since the last checkpoint.
+    """
     second = cluster.add_node(num_cpus=1)
     overrides = [
         "trainer.nnodes=2",
@@ -43,11 +52,19 @@ def test_a_run_over_two_nodes_stops_with_its_resume_line_when_one_is_lost(tiny_l
         "data.val_files={}",
     ]
     arguments = command(tiny_llama_dir, folder, *overrides, "trainer.val_before_train=false")
-    joined, log, store = {**environment(), "RAY_ADDRESS": cluster.address}, folder / "log", folder / "run" / "checkpoints"
+    joined, log, store = (
+        {**environment(), "RAY_ADDRESS": cluster.address},
+        folder / "log",
+        folder / "run" / "checkpoints",
+    )
     with log.open("w") as output:
         first = subprocess.Popen(arguments, cwd=ROOT, env=joined, stdout=output, stderr=output)
     try:
-        wait_for(lambda: (store / "step_2").exists() or first.poll() is not None, 300, "two steps on two nodes")
+        wait_for(
+            lambda: (store / "step_2").exists() or first.poll() is not None,
+            300,
+            "two steps on two nodes",
+        )
         assert first.poll() is None, log.read_text()[-3000:]
         cluster.remove_node(second, allow_graceful=False)
         assert first.wait(240) == 1, log.read_text()[-3000:]
@@ -56,7 +73,9 @@ def test_a_run_over_two_nodes_stops_with_its_resume_line_when_one_is_lost(tiny_l
         first.wait()
     said = log.read_text()
     assert "is lost" in said or "died" in said
-    assert re.search(r"cannot start again: .*(needs 2 CPU \(Ray has 1\)|could not reserve 2 bundles)", said)
+    assert re.search(
+        r"cannot start again: .*(needs 2 CPU \(Ray has 1\)|could not reserve 2 bundles)", said
+    )
     assert f"the newest checkpoint is {store.resolve()}/step_" in said
     assert "continue with:\nverl-opd train" in said
     rows = [row for row in metrics_of(folder) if "actor/distillation/loss" in row]

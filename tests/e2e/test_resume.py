@@ -1,4 +1,6 @@
-"""A run that was killed and resumed is, number for number, the run that was not; on another number of workers, within rounding."""
+"""A run that was killed and resumed is, number for number, the run that was not; on another number
+of workers, within rounding.
+"""
 
 from __future__ import annotations
 
@@ -29,22 +31,47 @@ OVERRIDES = [
     "trainer.val_before_train=false",
     "data.val_files={}",
 ]
-MEASURED = ("actor/distillation/loss", "actor/grad_norm", "actor/lr", "training/epoch", "training/update_step", "opd/weight_sync/version")
+MEASURED = (
+    "actor/distillation/loss",
+    "actor/grad_norm",
+    "actor/lr",
+    "training/epoch",
+    "training/update_step",
+    "opd/weight_sync/version",
+)
 
 
 def outcome(folder: Path) -> tuple[dict[int, tuple[float, ...]], list[str]]:
-    """Measurements by global step, the later one where a step ran twice, and the samples that cases.log shows."""
-    rows = {row["training/global_step"]: tuple(row[name] for name in MEASURED) for row in metrics_of(folder) if MEASURED[0] in row}
-    shown = dict(re.findall(r"^== step (\d+), sample (\S+)", (folder / "run" / "logs" / "cases.log").read_text(), re.MULTILINE))
+    """Measurements by global step, the later one where a step ran twice, and the samples that
+    cases.log shows.
+    """
+    rows = {
+        row["training/global_step"]: tuple(row[name] for name in MEASURED)
+        for row in metrics_of(folder)
+        if MEASURED[0] in row
+    }
+    shown = dict(
+        re.findall(
+            r"^== step (\d+), sample (\S+)",
+            (folder / "run" / "logs" / "cases.log").read_text(),
+            re.MULTILINE,
+        )
+    )
     return rows, [shown[step] for step in sorted(shown, key=int)]
 
 
-def test_a_resumed_run_has_the_losses_rates_and_samples_of_the_whole_one(tiny_qwen3_dir: Path, folder: Path, tmp_path: Path):
-    """G1, G2: killed between two updates, some time after the checkpoint of step 5 (in the middle of an epoch of two batches). Warm-up learns from
-    given conversations."""
+def test_a_resumed_run_has_the_losses_rates_and_samples_of_the_whole_one(
+    tiny_qwen3_dir: Path, folder: Path, tmp_path: Path
+):
+    """G1, G2: killed between two updates, some time after the checkpoint of step 5 (in the middle
+    of an epoch of two batches). Warm-up learns from given conversations.
+    """
     chats = folder / "chats.jsonl"
     rows = [
-        [{"from": "human", "value": f"say {word}"}, {"from": "gpt", "value": f"{word}, {word} and {word}"}]
+        [
+            {"from": "human", "value": f"say {word}"},
+            {"from": "gpt", "value": f"{word}, {word} and {word}"},
+        ]
         for word in ("one", "two", "six")
     ]
     chats.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
@@ -63,7 +90,11 @@ def test_a_resumed_run_has_the_losses_rates_and_samples_of_the_whole_one(tiny_qw
     with (folder / "first.log").open("w") as log:
         first = subprocess.Popen(arguments, cwd=ROOT, env=environment(), stdout=log, stderr=log)
     try:
-        wait_for(lambda: (store / "step_5").exists() or first.poll() is not None, 480, "the checkpoint of step 5")
+        wait_for(
+            lambda: (store / "step_5").exists() or first.poll() is not None,
+            480,
+            "the checkpoint of step 5",
+        )
         assert first.poll() is None, (folder / "first.log").read_text()[-3000:]
         family = descendants(first.pid)
     finally:
@@ -77,7 +108,10 @@ def test_a_resumed_run_has_the_losses_rates_and_samples_of_the_whole_one(tiny_qw
     elsewhere.mkdir()
     for name in ("train.jsonl", "val.jsonl"):
         (elsewhere / name).write_text((folder / name).read_text())
-    start = ["trainer.resume_mode=path", f"trainer.resume_from_path={whole / 'run' / 'checkpoints' / 'step_5'}"]
+    start = [
+        "trainer.resume_mode=path",
+        f"trainer.resume_from_path={whole / 'run' / 'checkpoints' / 'step_5'}",
+    ]
     run(command(tiny_qwen3_dir, elsewhere, *given, *start, "trainer.n_student_workers=2"))
     for step, values in outcome(elsewhere)[0].items():
         assert values == pytest.approx(expected[step], rel=1e-3, abs=1e-6)

@@ -39,9 +39,14 @@ class LiveEngine:
     def generate(self, name: str, prompt: Sequence[int], **sampling: Any) -> GenerateResult:
         return self.call(self.engine.generate(name, prompt, {**GREEDY, **sampling}))
 
-    def generate_all(self, name: str, prompts: Sequence[Sequence[int]], **sampling: Any) -> list[GenerateResult]:
+    def generate_all(
+        self, name: str, prompts: Sequence[Sequence[int]], **sampling: Any
+    ) -> list[GenerateResult]:
         async def together() -> list[GenerateResult]:
-            work = (self.engine.generate(f"{name}-{i}", prompt, {**GREEDY, **sampling}) for i, prompt in enumerate(prompts))
+            work = (
+                self.engine.generate(f"{name}-{i}", prompt, {**GREEDY, **sampling})
+                for i, prompt in enumerate(prompts)
+            )
             return list(await asyncio.gather(*work))
 
         return self.call(together())
@@ -49,9 +54,13 @@ class LiveEngine:
 
 def draft_for(target: Path, directory: Path, seed: int) -> dict[str, Any]:
     """Write a random draft for `target` to `directory`; its config."""
-    draft = DraftConfig(num_hidden_layers=2, mask_token_id=MASK_TOKEN_ID, target_layer_ids=[0, 2, 5])
+    draft = DraftConfig(
+        num_hidden_layers=2, mask_token_id=MASK_TOKEN_ID, target_layer_ids=[0, 2, 5]
+    )
     config = FAMILY.derive_config(AutoConfig.from_pretrained(target), draft, K)
-    FAMILY.save_pretrained(FAMILY.build(config, seed=seed, init_std=0.2).state_dict(), config, directory)
+    FAMILY.save_pretrained(
+        FAMILY.build(config, seed=seed, init_std=0.2).state_dict(), config, directory
+    )
     return config
 
 
@@ -60,7 +69,13 @@ def start_engine(target: Path, directory: Path, **changes: Any) -> LiveEngine:
     return serve(target, directory, draft_for(target, directory, seed=0), **changes)
 
 
-def serve(target: Path, directory: Path, config: dict[str, Any], family: DraftFamily = FAMILY, **changes: Any) -> LiveEngine:
+def serve(
+    target: Path,
+    directory: Path,
+    config: dict[str, Any],
+    family: DraftFamily = FAMILY,
+    **changes: Any,
+) -> LiveEngine:
     """An engine with the draft of `family` in `directory`."""
     settings = EngineSettings(
         target_path=str(target),
@@ -84,7 +99,9 @@ def serve(target: Path, directory: Path, config: dict[str, Any], family: DraftFa
 
 
 @pytest.fixture(scope="session", params=["qwen3", "llama"])
-def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveEngine]:
+def live(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LiveEngine]:
     target = request.getfixturevalue(f"tiny_{request.param}_dir")
     started = start_engine(target, tmp_path_factory.mktemp("draft") / "draft")
     yield started

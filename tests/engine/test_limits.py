@@ -1,4 +1,6 @@
-"""An engine short of everything: KV blocks, tokens per step and model length. Traces have to stay exact all the same."""
+"""An engine short of everything: KV blocks, tokens per step and model length. Traces have to stay
+exact all the same.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ def tight(tiny_qwen3_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         tmp_path_factory.mktemp("draft") / "draft",
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=8,
-        engine_kwargs={"block_size": 32, "num_gpu_blocks_override": 13, "max_num_batched_tokens": 64},
+        engine_kwargs={
+            "block_size": 32,
+            "num_gpu_blocks_override": 13,
+            "max_num_batched_tokens": 64,
+        },
     )
     yield started
     started.call(started.engine.stop())
@@ -51,7 +57,9 @@ def preemptions(live: LiveEngine) -> float:
 
 def test_preempted_and_chunked_requests_keep_exact_traces(tight: LiveEngine):
     prompts = long_prompts(8, 70)
-    alone = [tight.generate(f"alone-{i}", prompt, max_tokens=40) for i, prompt in enumerate(prompts)]
+    alone = [
+        tight.generate(f"alone-{i}", prompt, max_tokens=40) for i, prompt in enumerate(prompts)
+    ]
     tight.call(tight.engine.reset_prefix_cache())
     before = preemptions(tight)
     crowded = tight.generate_all("crowded", prompts, max_tokens=40)
@@ -64,7 +72,9 @@ def test_preempted_and_chunked_requests_keep_exact_traces(tight: LiveEngine):
 
 
 def test_steps_near_the_model_length_are_draft_free_and_not_blamed_on_the_draft(tight: LiveEngine):
-    """The runner verifies zeros there, because a block would not fit; a draft must not be trained on proposals that it never made."""
+    """The runner verifies zeros there, because a block would not fit; a draft must not be trained
+    on proposals that it never made.
+    """
     (prompt,) = long_prompts(1, 200, seed=1)
     result = tight.generate("full", prompt, max_tokens=MAX_MODEL_LEN - 200)
     assert len(result.token_ids) == MAX_MODEL_LEN - 200
@@ -86,7 +96,11 @@ def test_falling_asleep_ends_what_runs_and_its_trace_still_holds(tight: LiveEngi
     (prompt,) = long_prompts(1, 20, seed=3)
 
     async def interrupted():
-        work = asyncio.create_task(tight.engine.generate("cut", prompt, {"temperature": 0.0, "max_tokens": 200, "ignore_eos": True}))
+        work = asyncio.create_task(
+            tight.engine.generate(
+                "cut", prompt, {"temperature": 0.0, "max_tokens": 200, "ignore_eos": True}
+            )
+        )
         await asyncio.sleep(0.3)
         with pytest.raises(RolloutError, match="1 requests in flight"):
             await tight.engine.set_drafting(False)
@@ -116,7 +130,11 @@ def test_every_http_path_that_computes_needs_the_key(tight: LiveEngine):
 
 def test_a_failed_probe_stops_what_it_started(tight: LiveEngine):
     def alive() -> set[int]:
-        return {child.pid for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE}
+        return {
+            child.pid
+            for child in psutil.Process().children(recursive=True)
+            if child.status() != psutil.STATUS_ZOMBIE
+        }
 
     before = alive()
     engine = RolloutEngine(replace(tight.settings, mask_token_id=9))

@@ -1,4 +1,6 @@
-"""The replay check on real rollouts: silent when training replays what the engine drafted, loud for every fault that would pass unnoticed."""
+"""The replay check on real rollouts: silent when training replays what the engine drafted, loud for
+every fault that would pass unnoticed.
+"""
 
 from __future__ import annotations
 
@@ -35,26 +37,45 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def rolled_out(live: LiveEngine, prompts: list[list[int]]) -> list[TrainItem]:
     results = live.generate_all("replay-check", prompts[:8])
     samples = [
-        RolloutSample(f"0-{i}", "t", tuple(prompt), r.token_ids, from_extra_fields(r.extra_fields, len(r.token_ids)), 0, r.finish_reason)
+        RolloutSample(
+            f"0-{i}",
+            "t",
+            tuple(prompt),
+            r.token_ids,
+            from_extra_fields(r.extra_fields, len(r.token_ids)),
+            0,
+            r.finish_reason,
+        )
         for i, (prompt, r) in enumerate(zip(prompts, results, strict=False))
     ]
-    return [TrainItem(s.sample_id, s.prompt_ids, s.response_ids, plan_opd(s, block_size=K + 1)) for s in samples]
+    return [
+        TrainItem(s.sample_id, s.prompt_ids, s.response_ids, plan_opd(s, block_size=K + 1))
+        for s in samples
+    ]
 
 
 def trainer_for(live: LiveEngine, draft_path: str | None = None, **changes: Any) -> DraftTrainer:
     cfg = Config()
-    cfg.target.path, cfg.target.dtype, cfg.draft.path = live.settings.target_path, "float32", draft_path or live.settings.draft_path
+    cfg.target.path, cfg.target.dtype, cfg.draft.path = (
+        live.settings.target_path,
+        "float32",
+        draft_path or live.settings.draft_path,
+    )
     cfg.training.param_dtype = "float32"
     return DraftTrainer(cfg, {**live.draft_config, **changes}, 0, 1, "cpu")
 
 
 def checked(trainer: DraftTrainer, items: list[TrainItem]) -> dict[str, float]:
     spec = LossSpec()
-    totals = stream_totals([item.plan for item in items], [len(item.response_ids) for item in items], spec)
+    totals = stream_totals(
+        [item.plan for item in items], [len(item.response_ids) for item in items], spec
+    )
     return reduce_metrics([trainer.update(items, totals, spec, 0.0, check_replay=True)])
 
 
-def test_a_faithful_replay_has_no_mismatch(live: LiveEngine, one_rank: None, rolled_out: list[TrainItem]):
+def test_a_faithful_replay_has_no_mismatch(
+    live: LiveEngine, one_rank: None, rolled_out: list[TrainItem]
+):
     metrics = checked(trainer_for(live), rolled_out)
     assert metrics["opd/replay_slots"] > 400
     assert metrics["opd/replay_mismatch"] == metrics["opd/replay_mismatch_raw"] == 0
@@ -62,7 +83,9 @@ def test_a_faithful_replay_has_no_mismatch(live: LiveEngine, one_rank: None, rol
 
 
 def layer_later(live: LiveEngine, patch: pytest.MonkeyPatch, tmp_path: Path) -> DraftTrainer:
-    return trainer_for(live, dflash_config={**live.draft_config["dflash_config"], "target_layer_ids": [1, 3, 4]})
+    return trainer_for(
+        live, dflash_config={**live.draft_config["dflash_config"], "target_layer_ids": [1, 3, 4]}
+    )
 
 
 def other_rope(live: LiveEngine, patch: pytest.MonkeyPatch, tmp_path: Path) -> DraftTrainer:
@@ -90,40 +113,68 @@ def anchor_sees_itself(live: LiveEngine, patch: pytest.MonkeyPatch, tmp_path: Pa
     return trainer_for(live)
 
 
-FAULTS: list[Callable[..., DraftTrainer]] = [layer_later, other_rope, stale_draft, swapped_head, anchor_sees_itself]
+FAULTS: list[Callable[..., DraftTrainer]] = [
+    layer_later,
+    other_rope,
+    stale_draft,
+    swapped_head,
+    anchor_sees_itself,
+]
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_silent_fault_is_found(
-    live: LiveEngine, one_rank: None, rolled_out: list[TrainItem], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fault: Any
+    live: LiveEngine,
+    one_rank: None,
+    rolled_out: list[TrainItem],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    fault: Any,
 ):
     metrics = checked(fault(live, monkeypatch, tmp_path), rolled_out)
     opd = Config().opd
-    problem = diagnose(metrics, opd.max_replay_mismatch, opd.max_replay_mismatch_raw, {"target_layer_ids": [0, 2, 5]})
+    problem = diagnose(
+        metrics,
+        opd.max_replay_mismatch,
+        opd.max_replay_mismatch_raw,
+        {"target_layer_ids": [0, 2, 5]},
+    )
     assert problem is not None, metrics
     assert "target_layer_ids [0, 2, 5]" in problem
 
 
-def test_blocks_anchored_one_token_late_are_found(live: LiveEngine, one_rank: None, rolled_out: list[TrainItem]):
+def test_blocks_anchored_one_token_late_are_found(
+    live: LiveEngine, one_rank: None, rolled_out: list[TrainItem]
+):
     items = []
     for item in rolled_out:
-        keep = [i for i, anchor in enumerate(item.plan.anchors) if anchor + 1 < len(item.response_ids) - 1]
+        keep = [
+            i
+            for i, anchor in enumerate(item.plan.anchors)
+            if anchor + 1 < len(item.response_ids) - 1
+        ]
         none: tuple[Any, ...] = ()
         late = replace(
             item.plan,
             anchors=tuple(item.plan.anchors[i] + 1 for i in keep),
             drafted=tuple(item.plan.drafted[i] for i in keep),
             **dict.fromkeys(("response_block", "response_offset", "response_label"), none),
-            **dict.fromkeys(("refused_block", "refused_offset", "refused_token", "refused_logprob"), none),
+            **dict.fromkeys(
+                ("refused_block", "refused_offset", "refused_token", "refused_logprob"), none
+            ),
         )
         items.append(replace(item, plan=late))
     assert checked(trainer_for(live), items)["opd/replay_mismatch"] > 0.02
 
 
-def test_weights_that_have_moved_on_are_found(live: LiveEngine, one_rank: None, rolled_out: list[TrainItem]):
+def test_weights_that_have_moved_on_are_found(
+    live: LiveEngine, one_rank: None, rolled_out: list[TrainItem]
+):
     trainer = trainer_for(live)
     spec = LossSpec()
-    totals = stream_totals([item.plan for item in rolled_out], [len(item.response_ids) for item in rolled_out], spec)
+    totals = stream_totals(
+        [item.plan for item in rolled_out], [len(item.response_ids) for item in rolled_out], spec
+    )
     for _ in range(3):
         trainer.update(rolled_out, totals, spec, 1e-2)
     assert checked(trainer, rolled_out)["opd/replay_mismatch"] > 0.02

@@ -18,10 +18,15 @@ pytestmark = pytest.mark.engine
 
 
 def request(url: str, key: str | None = None, body: dict | None = None) -> tuple[int, str]:
-    headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
+    headers = {
+        "Content-Type": "application/json",
+        **({"Authorization": f"Bearer {key}"} if key else {}),
+    }
     data = None if body is None else json.dumps(body).encode()
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, data=data, headers=headers), timeout=60) as reply:
+        with urllib.request.urlopen(
+            urllib.request.Request(url, data=data, headers=headers), timeout=60
+        ) as reply:
             return reply.status, reply.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -30,7 +35,11 @@ def request(url: str, key: str | None = None, body: dict | None = None) -> tuple
 def test_the_openai_server_answers_on_loopback_and_asks_for_the_key(live: LiveEngine):
     url, key = live.call(live.engine.http_address())
     assert url.startswith("http://127.0.0.1:")
-    body = {"model": live.settings.target_path, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+    body = {
+        "model": live.settings.target_path,
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 4,
+    }
     assert request(f"{url}/health")[0] == 200
     assert request(f"{url}/v1/chat/completions", None, body)[0] == 401
     assert request(f"{url}/v1/chat/completions", "wrong", body)[0] == 401
@@ -56,13 +65,18 @@ def test_an_engine_asleep_refuses_requests_and_wakes_in_order(live: LiveEngine, 
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"target_layer_ids": (1, 3, 5)}, r"aux_layer_ids is \[1, 3, 6\] in the engine, configured \[2, 4, 6\]"),
+        (
+            {"target_layer_ids": (1, 3, 5)},
+            r"aux_layer_ids is \[1, 3, 6\] in the engine, configured \[2, 4, 6\]",
+        ),
         ({"mask_token_id": 9}, "mask_token_id is 3 in the engine, configured 9"),
         ({"num_speculative_tokens": 5}, "num_speculative_tokens is 3 in the engine, configured 5"),
         ({"method": "eagle3"}, "method is 'dflash' in the engine, configured 'eagle3'"),
     ],
 )
-def test_the_probe_compares_the_live_engine_with_the_configuration(live: LiveEngine, change: dict, named: str):
+def test_the_probe_compares_the_live_engine_with_the_configuration(
+    live: LiveEngine, change: dict, named: str
+):
     kept = live.engine._settings
     live.engine._settings = replace(kept, **change)
     try:
@@ -91,7 +105,9 @@ def test_a_taken_port_is_named(live: LiveEngine):
 
 
 def test_engine_kwargs_come_last_and_json_is_parsed(live: LiveEngine):
-    settings = replace(live.settings, engine_kwargs={"seed": 9, "compilation_config": '{"mode": 0}'})
+    settings = replace(
+        live.settings, engine_kwargs={"seed": 9, "compilation_config": '{"mode": 0}'}
+    )
     arguments = engine_arguments(settings)
     assert arguments["seed"] == 9
     assert arguments["compilation_config"] == {"mode": 0}

@@ -39,18 +39,30 @@ class OnItsLoop:
 
 
 @pytest.fixture(scope="module")
-def pair(tiny_qwen3_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[LiveEngine]]:
-    engines = [start_engine(tiny_qwen3_dir, tmp_path_factory.mktemp(f"soak{i}") / "draft") for i in range(2)]
+def pair(
+    tiny_qwen3_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[LiveEngine]]:
+    engines = [
+        start_engine(tiny_qwen3_dir, tmp_path_factory.mktemp(f"soak{i}") / "draft")
+        for i in range(2)
+    ]
     yield engines
     for live in engines:
         live.call(live.engine.stop())
         live.loop.call_soon_threadsafe(live.loop.stop)
 
 
-def test_two_thousand_requests_over_two_replicas_are_all_answered_with_their_own_trace(pair: list[LiveEngine]):
+def test_two_thousand_requests_over_two_replicas_are_all_answered_with_their_own_trace(
+    pair: list[LiveEngine],
+):
     servers, router = [OnItsLoop(live) for live in pair], Router(2)
-    runner = AgentLoopRunner("single_turn", [Remote(server) for server in servers], Remote(router), IN_FLIGHT, 300.0)
-    prompts = [Prompt(f"0-{i}", "soak", tuple(10 + (i * k) % 230 for k in range(1, 4 + i % 5)), ()) for i in range(REQUESTS)]
+    runner = AgentLoopRunner(
+        "single_turn", [Remote(server) for server in servers], Remote(router), IN_FLIGHT, 300.0
+    )
+    prompts = [
+        Prompt(f"0-{i}", "soak", tuple(10 + (i * k) % 230 for k in range(1, 4 + i % 5)), ())
+        for i in range(REQUESTS)
+    ]
     outcomes = asyncio.run(runner.run(prompts, {**GREEDY, "max_tokens": 8}, 0))
     assert [outcome.sample_id for outcome in outcomes] == [prompt.sample_id for prompt in prompts]
     assert all(isinstance(outcome, RolloutSample) for outcome in outcomes)
@@ -62,17 +74,23 @@ def test_two_thousand_requests_over_two_replicas_are_all_answered_with_their_own
     for sample in outcomes:
         answers.setdefault(sample.prompt_ids, Counter())[sample.response_ids] += 1
     mixed = {prompt: found for prompt, found in answers.items() if len(found) > 1}
-    assert len(mixed) <= len(answers) // 50, "greedy answers depend on the prompt, up to near ties between batches"
+    assert len(mixed) <= len(answers) // 50, (
+        "greedy answers depend on the prompt, up to near ties between batches"
+    )
     assert sum(server.answered for server in servers) == REQUESTS
     assert min(server.answered for server in servers) > REQUESTS // 4, "both replicas work"
     assert router.outstanding == [0, 0]
     for live in pair:
         stats = live.call(live.engine.recorder_stats())
-        assert (stats["errors"], stats["broken_traces"], stats["open_requests"]) == (0, 0, 0), stats["last_error"]
+        assert (stats["errors"], stats["broken_traces"], stats["open_requests"]) == (0, 0, 0), (
+            stats["last_error"]
+        )
 
 
 def holdings() -> dict[str, int]:
-    """What this process and all below it hold: processes, open files, names in shared memory, memory in MB."""
+    """What this process and all below it hold: processes, open files, names in shared memory,
+    memory in MB.
+    """
     family = [psutil.Process(), *psutil.Process().children(recursive=True)]
     return {
         "processes": len(family),
@@ -82,7 +100,9 @@ def holdings() -> dict[str, int]:
     }
 
 
-def test_fifty_cycles_of_rollout_and_push_leave_nothing_behind(pair: list[LiveEngine], tmp_path: Path):
+def test_fifty_cycles_of_rollout_and_push_leave_nothing_behind(
+    pair: list[LiveEngine], tmp_path: Path
+):
     live = pair[0]
     tensors = load_file(Path(live.settings.draft_path) / "model.safetensors")
     prompts = [[20 + i, 30 + i, 40] for i in range(8)]
@@ -94,7 +114,9 @@ def test_fifty_cycles_of_rollout_and_push_leave_nothing_behind(pair: list[LiveEn
         save_file(tensors, path)
         live.call(live.engine.wake(["weights"]))
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        report = live.call(live.engine.load_draft(DraftSnapshot(version, str(path), shapes, checksum(tensors))))
+        report = live.call(
+            live.engine.load_draft(DraftSnapshot(version, str(path), shapes, checksum(tensors)))
+        )
         assert report["workers"][0]["error"] == ""
         os.unlink(path)
         live.call(live.engine.wake(["kv_cache"]))

@@ -28,7 +28,15 @@ class LiveTeacher:
 
 
 def settings(model: Path, **changes) -> TeacherSettings:
-    return TeacherSettings(name="unit", model_path=str(model), dtype="float32", max_model_len=64, max_num_seqs=8, top_k=TOP_K, **changes)
+    return TeacherSettings(
+        name="unit",
+        model_path=str(model),
+        dtype="float32",
+        max_model_len=64,
+        max_num_seqs=8,
+        top_k=TOP_K,
+        **changes,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +76,14 @@ def test_many_at_once_and_shared_prefixes_do_not_mix(teacher: LiveTeacher, tiny_
     responses = [(30 + i, 40 + i, 3, 50 - i) for i in range(12)]
 
     async def together() -> list[TeacherScores]:
-        return list(await asyncio.gather(*(teacher.engine.score(f"0-{i}", prompt, response) for i, response in enumerate(responses))))
+        return list(
+            await asyncio.gather(
+                *(
+                    teacher.engine.score(f"0-{i}", prompt, response)
+                    for i, response in enumerate(responses)
+                )
+            )
+        )
 
     for scores, response in zip(teacher.call(together()), responses, strict=True):
         assert_scores(scores, reference(tiny_llama_dir, prompt, response), response)

@@ -14,7 +14,9 @@ def test_longest_first_each_to_the_lightest_rank():
 def test_every_item_lands_once_in_any_order_of_arrival():
     items = [item(str(i), 3 + i % 4) for i in range(11)]
     shares = balance(items, 3)
-    assert sorted(entry.sample_id for share in shares for entry in share) == sorted(entry.sample_id for entry in items)
+    assert sorted(entry.sample_id for share in shares for entry in share) == sorted(
+        entry.sample_id for entry in items
+    )
     assert shares == balance(items[::-1], 3)
 
 

@@ -24,11 +24,20 @@ TV = replace(SPEC, response_loss="e2e_tv", rejected_stream_weight=0.0, response_
 def block_items() -> list[TrainItem]:
     """Refused proposals stand where an engine refuses them: before the response ends."""
     a, b, _, d = make_items()
-    return [a, b, make_item("c", 8, 6, [(0, [1])], ((0, 1, 90, -7.5), (2, 2, 33, -9.5), (2, 3, 34, -9.0))), d]
+    return [
+        a,
+        b,
+        make_item("c", 8, 6, [(0, [1])], ((0, 1, 90, -7.5), (2, 2, 33, -9.5), (2, 3, 34, -9.0))),
+        d,
+    ]
 
 
-def reference(draft: torch.nn.Module, target: torch.nn.Module, items: list[TrainItem], temperature: float) -> tuple[Tensor, int]:
-    """Mean loss over blocks, float64: the target reads each position's own prefix, one at a time."""
+def reference(
+    draft: torch.nn.Module, target: torch.nn.Module, items: list[TrainItem], temperature: float
+) -> tuple[Tensor, int]:
+    """Mean loss over blocks, float64: the target reads each position's own prefix,
+    one at a time.
+    """
     ids_of, embed = FAMILY.layer_ids(draft_config(BLOCK)), target.get_input_embeddings()
     losses = []
     for item in items:
@@ -38,19 +47,36 @@ def reference(draft: torch.nn.Module, target: torch.nn.Module, items: list[Train
         aux = torch.cat([output.hidden_states[i + 1] for i in ids_of], -1)
         for block, anchor in enumerate(plan.anchors):
             full = len(item.prompt_ids) + anchor
-            refused = {o: t for b, o, t in zip(plan.refused_block, plan.refused_offset, plan.refused_token, strict=True) if b == block}
-            labelled = [o for b, o in zip(plan.response_block, plan.response_offset, strict=True) if b == block]
+            refused = {
+                o: t
+                for b, o, t in zip(
+                    plan.refused_block, plan.refused_offset, plan.refused_token, strict=True
+                )
+                if b == block
+            }
+            labelled = [
+                o
+                for b, o in zip(plan.response_block, plan.response_offset, strict=True)
+                if b == block
+            ]
             first = min(refused) if refused else None
             offsets = [*range(1, first), *sorted(refused)] if refused else labelled
             slots = torch.tensor([[[ids[full], *[MASK] * (BLOCK - 1)]]])
-            hidden = FAMILY.replay(draft, aux, embed(slots), make_layout([len(ids)], [[full]], BLOCK))
+            hidden = FAMILY.replay(
+                draft, aux, embed(slots), make_layout([len(ids)], [[full]], BLOCK)
+            )
             q = torch.softmax((hidden[0] @ target.lm_head.weight.T).double(), -1)
-            accepted, expected = torch.ones((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+            accepted, expected = (
+                torch.ones((), dtype=torch.float64),
+                torch.zeros((), dtype=torch.float64),
+            )
             for offset in offsets:
                 known = ids[: full + (offset if first is None else min(offset, first))]
                 prefix = known + [refused[o] for o in range(first or offset, offset)]
                 with torch.no_grad():
-                    p = torch.softmax(target(torch.tensor([prefix])).logits[0, -1].double() / temperature, -1)
+                    p = torch.softmax(
+                        target(torch.tensor([prefix])).logits[0, -1].double() / temperature, -1
+                    )
                 accepted = accepted * (1 - (p - q[offset]).abs().sum() / 2)
                 expected = expected + accepted
             losses.append(1 - expected / len(offsets))
@@ -58,7 +84,9 @@ def reference(draft: torch.nn.Module, target: torch.nn.Module, items: list[Train
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_loss_and_gradient_are_those_of_every_state_written_out(models: Path, one_rank: None, temperature: float) -> None:
+def test_loss_and_gradient_are_those_of_every_state_written_out(
+    models: Path, one_rank: None, temperature: float
+) -> None:
     target = AutoModelForCausalLM.from_pretrained(models / "target", dtype=torch.float32)
     draft = FAMILY.build(draft_config(BLOCK), seed=0, init_std=0.02)
     FAMILY.load_weights(draft, str(models / "draft"))
@@ -73,7 +101,9 @@ def test_loss_and_gradient_are_those_of_every_state_written_out(models: Path, on
     norm = sum(float(parameter.grad.square().sum()) for parameter in draft.parameters()) ** 0.5
     assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-3)
     for name, parameter in draft.named_parameters():
-        torch.testing.assert_close(trainer.gradients[name], parameter.grad, rtol=2e-3, atol=1e-3 * norm)
+        torch.testing.assert_close(
+            trainer.gradients[name], parameter.grad, rtol=2e-3, atol=1e-3 * norm
+        )
 
 
 def test_micro_batches_and_an_empty_one_do_not_change_it(models: Path, one_rank: None) -> None:

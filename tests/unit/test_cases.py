@@ -44,5 +44,7 @@ def test_one_entry_a_step(tmp_path: Path) -> None:
     log.write(3, worked_sample())
     log.write(4, worked_sample())
     text = (tmp_path / "cases.log").read_text()
-    assert re.findall(r"== step (\d+), sample 0-0, draft version 0, 8 tokens, 3 verify steps", text) == ["3", "4"]
+    assert re.findall(
+        r"== step (\d+), sample 0-0, draft version 0, 8 tokens, 3 verify steps", text
+    ) == ["3", "4"]
     assert "<1><2><3><4><5>\n--\n<10>[{<11>}" in text

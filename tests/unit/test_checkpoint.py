@@ -14,7 +14,13 @@ from typing import Any
 import pytest
 
 from verl_opd.errors import ConfigError
-from verl_opd.training.checkpoint import CheckpointStore, check_identity, checkpoint_bytes, find_checkpoint, resolve_resume
+from verl_opd.training.checkpoint import (
+    CheckpointStore,
+    check_identity,
+    checkpoint_bytes,
+    find_checkpoint,
+    resolve_resume,
+)
 
 ROOT = Path(__file__).parents[2]
 IDENTITY = {"target": "t", "family": "dflash", "draft_config": "abc"}
@@ -39,10 +45,12 @@ def store(tmp_path: Path) -> CheckpointStore:
     return CheckpointStore(tmp_path, keep_last=2)
 
 
-# -- writing ----------------------------------------------------------------------------------------------------------------------------
+# -- writing ---------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_appears_whole_and_is_pointed_at(store: CheckpointStore, tmp_path: Path) -> None:
+def test_a_checkpoint_appears_whole_and_is_pointed_at(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
     assert store.latest() is None
     assert store.best() is None
     directory = store.begin(3)
@@ -91,7 +99,9 @@ def test_a_step_can_be_written_again(store: CheckpointStore) -> None:
     assert names(store) == ["latest", "step_1"]
 
 
-def test_a_full_disk_is_noticed_before_anything_is_written(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_noticed_before_anything_is_written(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(store, 1)
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9 - 5_000_000, 5_000_000))
@@ -102,10 +112,12 @@ def test_a_full_disk_is_noticed_before_anything_is_written(store: CheckpointStor
 
 
 def test_size_of_a_checkpoint() -> None:
-    assert checkpoint_bytes(1_000_000) == 14_000_000 + 2**20  # 4 B weights, 2 x 4 B moments, 2 B published
+    assert (
+        checkpoint_bytes(1_000_000) == 14_000_000 + 2**20
+    )  # 4 B weights, 2 x 4 B moments, 2 B published
 
 
-# -- crashes ----------------------------------------------------------------------------------------------------------------------------
+# -- crashes ---------------------------------------------------------------------------------------
 
 
 class Crash(Exception):
@@ -136,7 +148,9 @@ def test_a_crash_while_filling_leaves_the_previous_one(store: CheckpointStore) -
 
 
 @pytest.mark.parametrize("call", ["fsync", "rename", "replace"])
-def test_a_crash_during_commit_leaves_the_previous_one(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+def test_a_crash_during_commit_leaves_the_previous_one(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
     save(store, 1)
     fill(store.begin(2))
     with monkeypatch.context() as patch:
@@ -150,7 +164,9 @@ def test_a_crash_during_commit_leaves_the_previous_one(store: CheckpointStore, m
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_a_crash_while_replacing_keeps_one_of_the_two(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_a_crash_while_replacing_keeps_one_of_the_two(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     save(store, 1, attempt=1)
     fill(store.begin(1))
     with monkeypatch.context() as patch:
@@ -163,7 +179,9 @@ def test_a_crash_while_replacing_keeps_one_of_the_two(store: CheckpointStore, mo
     assert names(store) == ["latest", "step_1"]
 
 
-def test_a_crash_while_pruning_leaves_no_half_checkpoint_under_its_name(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_while_pruning_leaves_no_half_checkpoint_under_its_name(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(store, 1)
     save(store, 2)
 
@@ -190,10 +208,19 @@ def test_only_our_leftovers_are_removed(store: CheckpointStore) -> None:
     save(store, 9)
     save(store, 10)
     save(store, 11)
-    assert names(store) == [".tmp-step_3.bak", ".tmp-step_4", ".tmp-step_x", "latest", "notes", "step_10", "step_11", "step_best"]
+    assert names(store) == [
+        ".tmp-step_3.bak",
+        ".tmp-step_4",
+        ".tmp-step_x",
+        "latest",
+        "notes",
+        "step_10",
+        "step_11",
+        "step_best",
+    ]
 
 
-# -- finding ----------------------------------------------------------------------------------------------------------------------------
+# -- finding ---------------------------------------------------------------------------------------
 
 
 def test_resume_modes(store: CheckpointStore, tmp_path: Path) -> None:
@@ -203,7 +230,9 @@ def test_resume_modes(store: CheckpointStore, tmp_path: Path) -> None:
     assert resolve_resume("disable", None, store) is None
     assert resolve_resume("path", str(first), store) == first
     store.mark_best(1, 2.0)
-    assert resolve_resume("path", str(tmp_path), store) == second  # the newest of that run, best or not
+    assert (
+        resolve_resume("path", str(tmp_path), store) == second
+    )  # the newest of that run, best or not
     with pytest.raises(ConfigError, match="resume_from_path"):
         resolve_resume("path", None, store)
     with pytest.raises(ConfigError, match=r"nowhere is neither a checkpoint nor a run directory"):
@@ -236,7 +265,9 @@ def lost_file(checkpoint: Path) -> str:
 
 
 @pytest.mark.parametrize("harm", [missing, cut_state, no_text, one_other_byte, lost_file])
-def test_a_damaged_checkpoint_gives_way_to_the_one_before_it_and_that_is_said(store: CheckpointStore, harm: Any) -> None:
+def test_a_damaged_checkpoint_gives_way_to_the_one_before_it_and_that_is_said(
+    store: CheckpointStore, harm: Any
+) -> None:
     for step in (1, 2):
         fill(store.begin(step), step)
         (store.root / f".tmp-step_{step}" / "draft").write_text("weights")
@@ -260,7 +291,9 @@ def test_without_the_newest_directory_the_one_before_is_used(store: CheckpointSt
     assert store.latest() == store.root / "step_9"
 
 
-def test_a_run_directory_gives_its_best_else_its_latest(store: CheckpointStore, tmp_path: Path) -> None:
+def test_a_run_directory_gives_its_best_else_its_latest(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
     first, second = save(store, 1), save(store, 2)
     places = [tmp_path, tmp_path / "checkpoints"]
     assert [find_checkpoint(place) for place in places] == [second, second]
@@ -273,15 +306,22 @@ def test_a_run_directory_gives_its_best_else_its_latest(store: CheckpointStore, 
 def test_another_runs_checkpoint_is_refused_with_every_difference(store: CheckpointStore) -> None:
     checkpoint = save(store, 1)
     check_identity(checkpoint, IDENTITY)
-    with pytest.raises(ConfigError, match=r"target: checkpoint 't', now 'u'; draft_config: checkpoint 'abc', now 'def'\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"target: checkpoint 't', now 'u'; draft_config: checkpoint 'abc', now 'def'\)",
+    ):
         check_identity(checkpoint, {**IDENTITY, "target": "u", "draft_config": "def"})
 
 
-def test_a_run_copied_without_its_links_is_refused_before_it_trains(store: CheckpointStore, tmp_path: Path) -> None:
+def test_a_run_copied_without_its_links_is_refused_before_it_trains(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
     save(store, 3)
     shutil.copytree(tmp_path, tmp_path.parent / "copy")  # follows links, as many copying tools do
     copied = CheckpointStore(tmp_path.parent / "copy", keep_last=2)
-    with pytest.raises(ConfigError, match="latest is a directory where a link to a step_<n> beside it belongs"):
+    with pytest.raises(
+        ConfigError, match="latest is a directory where a link to a step_<n> beside it belongs"
+    ):
         resolve_resume("auto", None, copied)
     shutil.rmtree(copied.root / "latest")
     assert resolve_resume("auto", None, copied) == (copied.root / "step_3").resolve()
@@ -321,16 +361,24 @@ try:
 except Exception as error:
     said.append(str(error))
 write(3, 256)
-print(json.dumps([said, [damage(path) for path in store.candidates()], [path.name for path in store.candidates()], os.listdir(run)]))
+paths = store.candidates()
+damages = [damage(path) for path in paths]
+print(json.dumps([said, damages, [path.name for path in paths], os.listdir(run)]))
 """
 
 
-def test_a_disk_that_is_really_full_costs_one_checkpoint_and_its_space_comes_back(tmp_path: Path) -> None:
+def test_a_disk_that_is_really_full_costs_one_checkpoint_and_its_space_comes_back(
+    tmp_path: Path,
+) -> None:
     """On a file system of 6 MB of its own, which needs the right to mount one."""
     if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
         pytest.skip("this user may not mount a file system")
     done = subprocess.run(
-        ["unshare", "-m", sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, cwd=ROOT, check=False
+        ["unshare", "-m", sys.executable, "-c", FULL_DISK, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     said, damages, names, left = json.loads(done.stdout.splitlines()[-1])

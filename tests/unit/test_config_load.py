@@ -1,4 +1,6 @@
-"""Composition from recipes and overrides, and the one-line errors of everything that can be misspelt."""
+"""Composition from recipes and overrides, and the one-line errors of everything that can be
+misspelt.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def recipe(tmp_path: Path) -> str:
     """A minimal recipe of a user's own, with the files it names."""
     (tmp_path / "train.jsonl").write_text('{"prompt": "hi"}\n')
     path = tmp_path / "mine.yaml"
-    path.write_text(f"target:\n  path: {tmp_path}\ndata:\n  train_files: [{tmp_path}/train.jsonl]\n  seed: 7\n")
+    path.write_text(
+        f"target:\n  path: {tmp_path}\ndata:\n  train_files: [{tmp_path}/train.jsonl]\n  seed: 7\n"
+    )
     return str(path)
 
 
@@ -51,7 +55,9 @@ def test_recipe_extends_another_recipe_and_a_shipped_one(recipe: str, tmp_path: 
     (tmp_path / "longer.yaml").write_text("defaults: [mine, _self_]\ntrainer:\n  total_epochs: 9\n")
     cfg = load_config(str(tmp_path / "longer.yaml"), [])
     assert (cfg.data.seed, cfg.trainer.total_epochs) == (7, 9)
-    (tmp_path / "quick.yaml").write_text("defaults: [quickstart, _self_]\ntrainer:\n  total_training_steps: 3\n")
+    (tmp_path / "quick.yaml").write_text(
+        "defaults: [quickstart, _self_]\ntrainer:\n  total_training_steps: 3\n"
+    )
     cfg = load_config(str(tmp_path / "quick.yaml"), [])
     assert (cfg.trainer.experiment_name, cfg.trainer.total_training_steps) == ("quickstart", 3)
 
@@ -62,13 +68,21 @@ def test_recipe_extends_another_recipe_and_a_shipped_one(recipe: str, tmp_path: 
         ("rollout.engine_kwargs.block_size=32", "rollout.engine_kwargs", {"block_size": 32}),
         ("+rollout.engine_kwargs.block_size=32", "rollout.engine_kwargs", {"block_size": 32}),
         ("++rollout.engine_kwargs.block_size=32", "rollout.engine_kwargs", {"block_size": 32}),
-        ("rollout.engine_kwargs={a: [1, 2], b: {c: x}}", "rollout.engine_kwargs", {"a": [1, 2], "b": {"c": "x"}}),
+        (
+            "rollout.engine_kwargs={a: [1, 2], b: {c: x}}",
+            "rollout.engine_kwargs",
+            {"a": [1, 2], "b": {"c": "x"}},
+        ),
         (
             r'rollout.engine_kwargs.compilation_config="{\"level\": 0}"',
             "rollout.engine_kwargs",
             {"compilation_config": '{"level": 0}'},
         ),
-        ("data.apply_chat_template_kwargs.enable_thinking=false", "data.apply_chat_template_kwargs", {"enable_thinking": False}),
+        (
+            "data.apply_chat_template_kwargs.enable_thinking=false",
+            "data.apply_chat_template_kwargs",
+            {"enable_thinking": False},
+        ),
         ("ray.runtime_env.env_vars={A: b}", "ray.runtime_env", {"env_vars": {"A": "b"}}),
         ("data.val_files.gsm8k=x.jsonl", "data.val_files", {"gsm8k": "x.jsonl"}),
         ("++trainer.total_epochs=3", "trainer.total_epochs", 3),
@@ -105,7 +119,9 @@ def test_entries_of_free_form_sections_can_be_deleted(tmp_path: Path, recipe: st
         ("data@rollout=3", ["data@rollout"]),
     ],
 )
-def test_unknown_key_names_key_value_and_nearest(recipe: str, override: str, parts: list[str]) -> None:
+def test_unknown_key_names_key_value_and_nearest(
+    recipe: str, override: str, parts: list[str]
+) -> None:
     text = _error(recipe, override)
     assert text.startswith("unknown key ")
     assert [part for part in parts if part not in text] == [], text
@@ -127,7 +143,10 @@ def test_unknown_key_names_key_value_and_nearest(recipe: str, override: str, par
         ("data.train_files=[a", ["'data.train_files=[a'"]),
         ("+data.seed=1", ["'data.seed'", "'++data.seed=1'"]),
         ("~data.seed", ["~data.seed"]),
-        ("target.path=${oc.env:VERL_OPD_NO_SUCH_VARIABLE}", ["target.path", "VERL_OPD_NO_SUCH_VARIABLE"]),
+        (
+            "target.path=${oc.env:VERL_OPD_NO_SUCH_VARIABLE}",
+            ["target.path", "VERL_OPD_NO_SUCH_VARIABLE"],
+        ),
         ("target.path=${no.such.key}", ["target.path", "no.such.key"]),
     ],
 )
@@ -139,7 +158,10 @@ def test_wrong_values_and_wrong_syntax(recipe: str, override: str, parts: list[s
 @pytest.mark.parametrize(
     ("content", "parts"),
     [
-        ("data:\n  trian_files: [x]\n", ["recipe bad", "data.trian_files", "['x']", "data.train_files?"]),
+        (
+            "data:\n  trian_files: [x]\n",
+            ["recipe bad", "data.trian_files", "['x']", "data.train_files?"],
+        ),
         ("data:\n  seed: abc\n", ["recipe bad", "data.seed='abc'"]),
         ("data: 3\n", ["recipe bad", "data=3", "section"]),
         ("data: [3\nx: y: z", ["bad.yaml", "line 2"]),
@@ -168,7 +190,9 @@ def test_missing_value_names_the_key(tmp_path: Path) -> None:
     assert _error(str(tmp_path / "empty.yaml")).startswith("data.train_files has no value")
 
 
-def test_relative_files_come_from_the_current_folder_first(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_files_come_from_the_current_folder_first(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shipped = next((shipped_root() / "recipes").glob("*.yaml"))
     relative = f"recipes/{shipped.name}"
     monkeypatch.chdir(tmp_path)

@@ -6,10 +6,18 @@ from verl_opd.opd.trace import RolloutSample, VerifyStep, VerifyTrace
 
 
 def sample(
-    name: str, steps: list[tuple[int, int, int]], length: int, finish: str = "stop", draft_free: tuple[int, ...] = ()
+    name: str,
+    steps: list[tuple[int, int, int]],
+    length: int,
+    finish: str = "stop",
+    draft_free: tuple[int, ...] = (),
 ) -> RolloutSample:
     """steps: (anchor, accepted, committed) of blocks with three proposals."""
-    trace = VerifyTrace(length, tuple(VerifyStep(a, (7, 7, 7), acc, com, (-1.0,) * (3 - acc)) for a, acc, com in steps), draft_free)
+    trace = VerifyTrace(
+        length,
+        tuple(VerifyStep(a, (7, 7, 7), acc, com, (-1.0,) * (3 - acc)) for a, acc, com in steps),
+        draft_free,
+    )
     return RolloutSample(name, "x", (1, 2, 3), tuple(range(length)), trace, 0, finish)
 
 

@@ -88,5 +88,7 @@ def test_other_data_cannot_be_resumed(loader: Loader, key: str) -> None:
 
 
 def test_batch_larger_than_the_set() -> None:
-    with pytest.raises(ConfigError, match=r"data\.train_batch_size=6 is larger than the training set of 5 rows"):
+    with pytest.raises(
+        ConfigError, match=r"data\.train_batch_size=6 is larger than the training set of 5 rows"
+    ):
         Loader(_prompts(5), 6, True, 0)

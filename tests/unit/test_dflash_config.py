@@ -1,4 +1,6 @@
-"""DFlash config.json: what is derived, what public files look like, what is refused and in which words."""
+"""DFlash config.json: what is derived, what public files look like, what is refused and in which
+words.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ FAMILY = get_family("dflash")
 
 def _qwen3_4b() -> PretrainedConfig:
     return Qwen3Config(
-        hidden_size=2560, num_hidden_layers=36, vocab_size=151936, rope_parameters={"rope_type": "default", "rope_theta": 1e6}
+        hidden_size=2560,
+        num_hidden_layers=36,
+        vocab_size=151936,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     )
 
 
@@ -49,7 +54,9 @@ def test_block_size_may_lie_in_dflash_config() -> None:
 @pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config])
 def test_derived_from_the_target(kind: type[PretrainedConfig]) -> None:
     target = target_config(kind)
-    config = FAMILY.derive_config(target, DraftConfig(mask_token_id=MASK, num_hidden_layers=3, num_target_features=3), 7)
+    config = FAMILY.derive_config(
+        target, DraftConfig(mask_token_id=MASK, num_hidden_layers=3, num_target_features=3), 7
+    )
     expected = {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
@@ -76,9 +83,15 @@ def test_derived_from_the_target(kind: type[PretrainedConfig]) -> None:
 
 
 def test_keys_override_what_is_derived() -> None:
-    keys = DraftConfig(mask_token_id=MASK, block_size=6, target_layer_ids=[0, 7], intermediate_size=20)
+    keys = DraftConfig(
+        mask_token_id=MASK, block_size=6, target_layer_ids=[0, 7], intermediate_size=20
+    )
     config = FAMILY.derive_config(target_config(), keys, 3)
-    assert (config["block_size"], config["dflash_config"]["target_layer_ids"], config["intermediate_size"]) == (6, [0, 7], 20)
+    assert (
+        config["block_size"],
+        config["dflash_config"]["target_layer_ids"],
+        config["intermediate_size"],
+    ) == (6, [0, 7], 20)
 
 
 def test_head_dim_follows_from_the_heads_when_the_target_names_none() -> None:
@@ -93,19 +106,35 @@ def test_random_initialisation_needs_a_mask_token() -> None:
 
 
 @pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config])
-def test_engines_read_the_same_numbers_from_the_file(kind: type[PretrainedConfig], tmp_path: Path) -> None:
-    """vLLM parses config.json with transformers' Qwen3Config: nothing there may be replaced by a default."""
+def test_engines_read_the_same_numbers_from_the_file(
+    kind: type[PretrainedConfig], tmp_path: Path
+) -> None:
+    """vLLM parses config.json with transformers' Qwen3Config: nothing there may be replaced by a
+    default.
+    """
     config = draft_config(target=target_config(kind))
     (tmp_path / "config.json").write_text(json.dumps(config))
     parsed = AutoConfig.from_pretrained(tmp_path)
     assert parsed.rope_parameters == {"rope_type": "default", "rope_theta": rope_theta(config)}
-    for key in ("head_dim", "num_key_value_heads", "rms_norm_eps", "hidden_size", "intermediate_size", "dflash_config", "layer_types"):
+    for key in (
+        "head_dim",
+        "num_key_value_heads",
+        "rms_norm_eps",
+        "hidden_size",
+        "intermediate_size",
+        "dflash_config",
+        "layer_types",
+    ):
         assert getattr(parsed, key) == config[key], key
 
 
 @pytest.mark.parametrize(
     "spelling",
-    [{"rope_theta": 7e5}, {"rope_parameters": {"rope_type": "default", "rope_theta": 7e5}}, {"rope_theta": 7e5, "rope_scaling": None}],
+    [
+        {"rope_theta": 7e5},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 7e5}},
+        {"rope_theta": 7e5, "rope_scaling": None},
+    ],
 )
 def test_both_rope_spellings(spelling: dict[str, Any]) -> None:
     config = draft_config()
@@ -118,17 +147,31 @@ def test_rope_theta_is_never_guessed() -> None:
     config = draft_config()
     del config["rope_theta"]
     assert "draft's config.json has no rope_theta" in _error(config)
-    assert "draft's config.json has no rope_theta" in _error({**config, "rope_parameters": {"rope_type": "default"}})
+    assert "draft's config.json has no rope_theta" in _error(
+        {**config, "rope_parameters": {"rope_type": "default"}}
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types=['chunked_attention']"),
-        ({"layer_types": ["full_attention", "sliding_attention"], "dflash_config": {"swa_window_size": 8}}, "mixes sliding and full"),
+        (
+            {"layer_types": ["full_attention", "chunked_attention"]},
+            "layer_types=['chunked_attention']",
+        ),
+        (
+            {
+                "layer_types": ["full_attention", "sliding_attention"],
+                "dflash_config": {"swa_window_size": 8},
+            },
+            "mixes sliding and full",
+        ),
         ({"dflash_config": {"use_swa": True}}, "names no window"),
         ({"dflash_config": {"use_swa": True}, "sliding_window": 8}, "use_sliding_window=true"),
-        ({"dflash_config": {"use_swa": True, "swa_window_size": 3}}, "window of 3 tokens is smaller than its block of 4"),
+        (
+            {"dflash_config": {"use_swa": True, "swa_window_size": 3}},
+            "window of 3 tokens is smaller than its block of 4",
+        ),
         ({"dflash_config": {"attention_sink_bias": True}}, "attention_sink_bias=True"),
         ({"dflash_config": {"attention_value_scale": 0.5}}, "attention_value_scale=0.5"),
         ({"dflash_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state=False"),
@@ -139,15 +182,32 @@ def test_rope_theta_is_never_guessed() -> None:
         ({"draft_vocab_size": 50}, "draft_vocab_size=50"),
         ({"target_hidden_size": 64}, "target_hidden_size=64"),
         ({"quantization_config": {"bits": 4}}, "quantization_config="),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}, "eagle_aux_hidden_state_layer_ids=[1, 3, 5]"),
+        (
+            {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]},
+            "eagle_aux_hidden_state_layer_ids=[1, 3, 5]",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
-        ({"rope_parameters": {"rope_theta": 1e4, "mrope_section": [2, 3, 3]}}, "mrope_section=[2, 3, 3]"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear' is not supported"),
-        ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "llama3", "factor": 8.0}}, "rope_type='llama3' is not supported"),
-        ({"architectures": ["LlamaForCausalLMEagle3"]}, "architectures=['LlamaForCausalLMEagle3'] is not supported"),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "mrope_section": [2, 3, 3]}},
+            "mrope_section=[2, 3, 3]",
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            "rope_type='linear' is not supported",
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "rope_type": "llama3", "factor": 8.0}},
+            "rope_type='llama3' is not supported",
+        ),
+        (
+            {"architectures": ["LlamaForCausalLMEagle3"]},
+            "architectures=['LlamaForCausalLMEagle3'] is not supported",
+        ),
     ],
 )
-def test_variants_that_replay_does_not_reproduce_are_refused(change: dict[str, Any], named: str) -> None:
+def test_variants_that_replay_does_not_reproduce_are_refused(
+    change: dict[str, Any], named: str
+) -> None:
     config = draft_config()
     inner = {**config["dflash_config"], **change.get("dflash_config", {})}
     message = _error({**config, **change, "dflash_config": inner})
@@ -156,12 +216,20 @@ def test_variants_that_replay_does_not_reproduce_are_refused(change: dict[str, A
 
 def test_harmless_spellings_pass() -> None:
     config = draft_config()
-    config.update(is_causal=False, is_neox_style=True, draft_vocab_size=VOCAB, logit_scale=1.0, eagle_aux_hidden_state_layer_ids=[2, 4, 6])
+    config.update(
+        is_causal=False,
+        is_neox_style=True,
+        draft_vocab_size=VOCAB,
+        logit_scale=1.0,
+        eagle_aux_hidden_state_layer_ids=[2, 4, 6],
+    )
     config["dflash_config"].update(causal=False, use_swa=False, attention_sink_bias=False)
     FAMILY.check(config, target_config(LlamaConfig), 3, False)
 
 
-@pytest.mark.parametrize("key", ["head_dim", "num_key_value_heads", "rms_norm_eps", "block_size", "hidden_size"])
+@pytest.mark.parametrize(
+    "key", ["head_dim", "num_key_value_heads", "rms_norm_eps", "block_size", "hidden_size"]
+)
 def test_missing_numbers_are_not_left_to_engine_defaults(key: str) -> None:
     config = draft_config()
     del config[key]
@@ -189,7 +257,9 @@ def test_both_numbers_of_a_mismatch_are_named(target: dict[str, Any], numbers: s
 
 @pytest.mark.parametrize("ids", [(1, 3, 8), (-1, 3, 5), (3, 1, 5), (1, 1, 5)])
 def test_layer_ids_are_ascending_layers_of_the_target(ids: tuple[int, ...]) -> None:
-    assert f"target_layer_ids={list(ids)} must be ascending, distinct layers in 0..7" in _error(draft_config(layer_ids=ids))
+    assert f"target_layer_ids={list(ids)} must be ascending, distinct layers in 0..7" in _error(
+        draft_config(layer_ids=ids)
+    )
 
 
 def test_first_and_last_layer_are_allowed() -> None:
@@ -201,7 +271,9 @@ def test_the_mask_token_is_a_row_of_the_embedding(mask: int) -> None:
     """C8."""
     config = draft_config()
     config["dflash_config"]["mask_token_id"] = mask
-    assert f"mask_token_id={mask} is not a row of the target's embedding of 97 rows" in _error(config)
+    assert f"mask_token_id={mask} is not a row of the target's embedding of 97 rows" in _error(
+        config
+    )
 
 
 def test_block_size_and_speculative_tokens() -> None:
@@ -226,12 +298,26 @@ def test_block_size_and_speculative_tokens() -> None:
         ({"is_causal": True}, (None, True)),
         ({"is_causal": False, "dflash_config": {"causal": True}}, (None, False)),
         ({"dflash_config": {"use_swa": True, "swa_window_size": 8}}, (8, False)),
-        ({"dflash_config": {"use_swa": True}, "sliding_window": 16, "use_sliding_window": True}, (16, False)),
-        ({"layer_types": ["sliding_attention"] * 2, "dflash_config": {"swa_window_size": 8}}, (8, True)),
-        ({"layer_types": ["sliding_attention"] * 2, "dflash_config": {"swa_window_size": 8, "causal": False}}, (8, False)),
+        (
+            {"dflash_config": {"use_swa": True}, "sliding_window": 16, "use_sliding_window": True},
+            (16, False),
+        ),
+        (
+            {"layer_types": ["sliding_attention"] * 2, "dflash_config": {"swa_window_size": 8}},
+            (8, True),
+        ),
+        (
+            {
+                "layer_types": ["sliding_attention"] * 2,
+                "dflash_config": {"swa_window_size": 8, "causal": False},
+            },
+            (8, False),
+        ),
     ],
 )
-def test_attention_of_a_layer_is_resolved_as_in_the_engine(change: dict[str, Any], expected: tuple[int | None, bool]) -> None:
+def test_attention_of_a_layer_is_resolved_as_in_the_engine(
+    change: dict[str, Any], expected: tuple[int | None, bool]
+) -> None:
     """The table of vLLM's qwen3_dflash: z-lab, Gemma and MiMo drafts each spell it differently."""
     config = draft_config()
     inner = {**config["dflash_config"], **change.get("dflash_config", {})}
@@ -244,7 +330,9 @@ def test_a_trained_draft_goes_on_in_shorter_blocks_and_never_in_longer_ones() ->
     config = dict(QWEN3_4B_DFLASH)
     shorter = FAMILY.with_block(config, 8)
     assert FAMILY.block_size(shorter, 7) == 8
-    assert {key: value for key, value in shorter.items() if key != "block_size"} == {k: v for k, v in config.items() if k != "block_size"}
+    assert {key: value for key, value in shorter.items() if key != "block_size"} == {
+        k: v for k, v in config.items() if k != "block_size"
+    }
     nested = {**config, "dflash_config": {**config["dflash_config"], "block_size": 16}}
     assert FAMILY.block_size(FAMILY.with_block(nested, 8), 7) == 8
     with pytest.raises(ConfigError, match=r"draft\.block_size=17 is longer than the 16 slots"):

@@ -37,7 +37,9 @@ def _rewrite(directory: Path, **changes: torch.Tensor | None) -> None:
 
 def test_a_saved_draft_loads_as_its_bfloat16_rounding(saved: Path) -> None:
     assert sorted(path.name for path in saved.iterdir()) == ["config.json", "model.safetensors"]
-    assert [path.name for path in saved.parent.iterdir()] == ["draft"]  # nothing temporary stays behind
+    assert [path.name for path in saved.parent.iterdir()] == [
+        "draft"
+    ]  # nothing temporary stays behind
     with safe_open(saved / "model.safetensors", framework="pt") as file:
         assert {str(file.get_tensor(name).dtype) for name in file.keys()} == {"torch.bfloat16"}  # noqa: SIM118
     config = FAMILY.load_config(str(saved))
@@ -88,8 +90,12 @@ def test_weights_of_several_files_are_read_together(saved: Path) -> None:
     tensors = load_file(saved / "model.safetensors")
     (saved / "model.safetensors").unlink()
     names = sorted(tensors)
-    save_file({name: tensors[name] for name in names[:9]}, saved / "model-00001-of-00002.safetensors")
-    save_file({name: tensors[name] for name in names[9:]}, saved / "model-00002-of-00002.safetensors")
+    save_file(
+        {name: tensors[name] for name in names[:9]}, saved / "model-00001-of-00002.safetensors"
+    )
+    save_file(
+        {name: tensors[name] for name in names[9:]}, saved / "model-00002-of-00002.safetensors"
+    )
     draft = build_draft(draft_config(), std=1.0)
     FAMILY.load_weights(draft, str(saved))
     assert torch.equal(draft.state_dict()["fc.weight"], tensors["fc.weight"].float())
@@ -111,7 +117,9 @@ def test_a_separate_mask_embedding_is_refused(saved: Path) -> None:
 def test_registry() -> None:
     assert family_names() == ["dflash", "dspark", "eagle3"]
     assert (FAMILY.name, FAMILY.engine_method) == ("dflash", "dflash")
-    with pytest.raises(ConfigError, match=r"draft\.family='eagle9' is unknown; available: dflash, dspark, eagle3"):
+    with pytest.raises(
+        ConfigError, match=r"draft\.family='eagle9' is unknown; available: dflash, dspark, eagle3"
+    ):
         get_family("eagle9")
 
 

@@ -25,11 +25,22 @@ def _forward_backward(draft: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
     layout = make_layout(LENGTHS, ANCHORS)
     hidden = FAMILY.replay(draft, *random_inputs(layout), layout)
     hidden.float().square().sum().backward()
-    gradients = {name: parameter.grad for name, parameter in draft.named_parameters() if parameter.grad is not None}
-    return hidden.detach(), {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in gradients.items()}
+    gradients = {
+        name: parameter.grad
+        for name, parameter in draft.named_parameters()
+        if parameter.grad is not None
+    }
+    return hidden.detach(), {
+        name: grad.full_tensor() if isinstance(grad, DTensor) else grad
+        for name, grad in gradients.items()
+    }
 
 
-CASES = {"float32": (torch.float32, False), "checkpointing": (torch.float32, True), "bfloat16": (torch.bfloat16, False)}
+CASES = {
+    "float32": (torch.float32, False),
+    "checkpointing": (torch.float32, True),
+    "bfloat16": (torch.bfloat16, False),
+}
 Result = tuple[Tensor, dict[str, Tensor]]
 
 
@@ -46,7 +57,9 @@ def _sharded(dtype: torch.dtype, checkpointing: bool) -> Result:
 
 def _rank(rank: int, directory: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2
+    )
     for name, case in CASES.items():
         torch.save(_sharded(*case), f"{directory}/{name}-{rank}.pt")
     dist.barrier()
@@ -59,9 +72,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Result]]
     directory = tmp_path_factory.mktemp("fsdp")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]))
+        patch.setenv(
+            "PYTHONPATH",
+            os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),
+        )
         mp.spawn(_rank, (str(directory),), nprocs=2)
-    return {name: [torch.load(directory / f"{name}-{rank}.pt") for rank in (0, 1)] for name in CASES}
+    return {
+        name: [torch.load(directory / f"{name}-{rank}.pt") for rank in (0, 1)] for name in CASES
+    }
 
 
 @pytest.mark.parametrize("case", ["float32", "checkpointing"])
@@ -70,12 +88,19 @@ def test_float32_shards_equal_the_whole(results: dict[str, list[Result]], case: 
     for hidden, gradients in results[case]:
         torch.testing.assert_close(hidden, whole, rtol=1e-5, atol=1e-5)
         assert gradients.keys() == expected.keys()
-        for name, gradient in gradients.items():  # both ranks hold the same samples, so the average over ranks is the plain gradient
+        for (
+            name,
+            gradient,
+        ) in (
+            gradients.items()
+        ):  # both ranks hold the same samples, so the average over ranks is the plain gradient
             torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-4)
 
 
 def test_mixed_precision_equals_a_bfloat16_draft(results: dict[str, list[Result]]) -> None:
-    """Rotary tables included: FSDP casts the inputs of every layer, so float32 tables would differ between the two."""
+    """Rotary tables included: FSDP casts the inputs of every layer, so float32 tables would differ
+    between the two.
+    """
     narrow = build_draft(draft_config()).bfloat16()
     layout = make_layout(LENGTHS, ANCHORS)
     expected = FAMILY.replay(narrow, *random_inputs(layout), layout)

@@ -54,8 +54,17 @@ def test_a_step_without_measurements_is_no_symptom() -> None:
 
 @pytest.mark.parametrize("name", SYMPTOMS)
 def test_the_checklist_shows_what_is_known(name: str) -> None:
-    text = checklist(name, {"opd/weight_sync/version": 7.0, "training/update_step": 8.0}, {"mask_token_id": 3, "LM head": "the target's"})
+    text = checklist(
+        name,
+        {"opd/weight_sync/version": 7.0, "training/update_step": 8.0},
+        {"mask_token_id": 3, "LM head": "the target's"},
+    )
     assert text.startswith("diagnosis: ")
     assert "  1. " in text
-    for fact in ("opd/weight_sync/version: 7", "training/update_step: 8", "mask_token_id: 3", "LM head: the target's"):
+    for fact in (
+        "opd/weight_sync/version: 7",
+        "training/update_step: 8",
+        "mask_token_id: 3",
+        "LM head: the target's",
+    ):
         assert fact in text

@@ -1,4 +1,6 @@
-"""Loading a draft into a live model and reading it back, on a model that fuses as vLLM's DFlash does."""
+"""Loading a draft into a live model and reading it back, on a model that fuses as vLLM's DFlash
+does.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,20 @@ def node(**children: nn.Module) -> nn.Module:
 
 def layer() -> nn.Module:
     q_size, kv_size = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
-    attention = node(qkv_proj=Leaf(q_size + 2 * kv_size, HIDDEN), o_proj=Leaf(HIDDEN, q_size), q_norm=Leaf(HEAD_DIM), k_norm=Leaf(HEAD_DIM))
+    attention = node(
+        qkv_proj=Leaf(q_size + 2 * kv_size, HIDDEN),
+        o_proj=Leaf(HIDDEN, q_size),
+        q_norm=Leaf(HEAD_DIM),
+        k_norm=Leaf(HEAD_DIM),
+    )
     attention.q_size, attention.kv_size = q_size, kv_size
     mlp = node(gate_up_proj=Leaf(2 * INNER, HIDDEN), down_proj=Leaf(HIDDEN, INNER))
-    return node(self_attn=attention, mlp=mlp, input_layernorm=Leaf(HIDDEN), post_attention_layernorm=Leaf(HIDDEN))
+    return node(
+        self_attn=attention,
+        mlp=mlp,
+        input_layernorm=Leaf(HIDDEN),
+        post_attention_layernorm=Leaf(HIDDEN),
+    )
 
 
 class FusedInner(nn.Module):
@@ -98,36 +110,63 @@ def draft_tensors(seed: int) -> dict[str, Tensor]:
 def live() -> tuple[DraftLoader, FusedModel]:
     model = FusedModel()
     target = nn.ModuleList([model.lm_head, model.model.embed_tokens])  # lent to the draft
-    return DraftLoader(SimpleNamespace(drafter=SimpleNamespace(model=model), get_model=lambda: target)), model
+    return DraftLoader(
+        SimpleNamespace(drafter=SimpleNamespace(model=model), get_model=lambda: target)
+    ), model
 
 
-def load(loader: DraftLoader, tensors: dict[str, Tensor], path: Path, version: int, announced: str | None = None) -> dict[str, Any]:
+def load(
+    loader: DraftLoader,
+    tensors: dict[str, Tensor],
+    path: Path,
+    version: int,
+    announced: str | None = None,
+) -> dict[str, Any]:
     save_file(tensors, path)
     return loader.load(str(path), version, announced or checksum(tensors))
 
 
-def test_fused_parameters_carry_exactly_the_public_names_and_shapes(live: tuple[DraftLoader, FusedModel]):
+def test_fused_parameters_carry_exactly_the_public_names_and_shapes(
+    live: tuple[DraftLoader, FusedModel],
+):
     found = {
         name: tuple(tensor.shape)
-        for name, tensor in live_tensors(live[1], nn.ModuleList([live[1].lm_head, live[1].model.embed_tokens])).items()
+        for name, tensor in live_tensors(
+            live[1], nn.ModuleList([live[1].lm_head, live[1].model.embed_tokens])
+        ).items()
     }
     assert found == {name: tuple(tensor.shape) for name, tensor in draft_tensors(0).items()}
 
 
-def test_what_was_loaded_is_read_back_from_the_fused_parameters(live: tuple[DraftLoader, FusedModel], tmp_path: Path):
+def test_what_was_loaded_is_read_back_from_the_fused_parameters(
+    live: tuple[DraftLoader, FusedModel], tmp_path: Path
+):
     loader, model = live
     assert loader.read_back()["version"] == -1
     tensors = draft_tensors(1)
     report = load(loader, tensors, tmp_path / "d", 4)
-    assert report == {"version": 4, "checksum": checksum(tensors), "tensors": len(tensors), "fused_consistent": True}
+    assert report == {
+        "version": 4,
+        "checksum": checksum(tensors),
+        "tensors": len(tensors),
+        "fused_consistent": True,
+    }
     q_size = HEADS * HEAD_DIM
-    assert torch.equal(model.model.layers[1].self_attn.qkv_proj.weight[:q_size].bfloat16(), tensors["layers.1.self_attn.q_proj.weight"])
-    assert torch.equal(model.model.layers[0].mlp.gate_up_proj.weight[INNER:].bfloat16(), tensors["layers.0.mlp.up_proj.weight"])
+    assert torch.equal(
+        model.model.layers[1].self_attn.qkv_proj.weight[:q_size].bfloat16(),
+        tensors["layers.1.self_attn.q_proj.weight"],
+    )
+    assert torch.equal(
+        model.model.layers[0].mlp.gate_up_proj.weight[INNER:].bfloat16(),
+        tensors["layers.0.mlp.up_proj.weight"],
+    )
     model.model.norm.weight[0] += 1
     assert loader.read_back()["checksum"] != checksum(tensors)
 
 
-def test_fused_copies_are_rebuilt_where_they_were(live: tuple[DraftLoader, FusedModel], tmp_path: Path):
+def test_fused_copies_are_rebuilt_where_they_were(
+    live: tuple[DraftLoader, FusedModel], tmp_path: Path
+):
     """Captured graphs keep the address of the fused tensors, so new values have to arrive there."""
     loader, model = live
     held = (model.model._fused_kv_weight, model.model._k_norm_weights)
@@ -142,7 +181,9 @@ def test_fused_copies_are_rebuilt_where_they_were(live: tuple[DraftLoader, Fused
 
 
 @pytest.mark.parametrize("name", ["_fused_kv_weight", "_k_norm_weights"])
-def test_a_stale_fused_copy_is_reported(live: tuple[DraftLoader, FusedModel], tmp_path: Path, name: str):
+def test_a_stale_fused_copy_is_reported(
+    live: tuple[DraftLoader, FusedModel], tmp_path: Path, name: str
+):
     loader, model = live
     load(loader, draft_tensors(3), tmp_path / "d", 1)
     stale = getattr(model.model, name)
@@ -153,16 +194,28 @@ def test_a_stale_fused_copy_is_reported(live: tuple[DraftLoader, FusedModel], tm
 
 BROKEN = {
     "missing fc.weight": lambda t: t.pop("fc.weight"),
-    "unexpected layers.7.mlp.up_proj.weight": lambda t: t.update({"layers.7.mlp.up_proj.weight": torch.zeros(1, dtype=torch.bfloat16)}),
-    r"norm.weight is \(3,\) torch.bfloat16, the engine holds \(16,\)": lambda t: t.update({"norm.weight": torch.zeros(3).bfloat16()}),
-    r"fc.weight is \(16, 32\) torch.float32": lambda t: t.update({"fc.weight": t["fc.weight"].float()}),
-    "unexpected embed_tokens.weight": lambda t: t.update({"embed_tokens.weight": torch.zeros(40, HIDDEN).bfloat16()}),
-    "unexpected model.lm_head.weight": lambda t: t.update({"model.lm_head.weight": torch.zeros(40, HIDDEN).bfloat16()}),
+    "unexpected layers.7.mlp.up_proj.weight": lambda t: t.update(
+        {"layers.7.mlp.up_proj.weight": torch.zeros(1, dtype=torch.bfloat16)}
+    ),
+    r"norm.weight is \(3,\) torch.bfloat16, the engine holds \(16,\)": lambda t: t.update(
+        {"norm.weight": torch.zeros(3).bfloat16()}
+    ),
+    r"fc.weight is \(16, 32\) torch.float32": lambda t: t.update(
+        {"fc.weight": t["fc.weight"].float()}
+    ),
+    "unexpected embed_tokens.weight": lambda t: t.update(
+        {"embed_tokens.weight": torch.zeros(40, HIDDEN).bfloat16()}
+    ),
+    "unexpected model.lm_head.weight": lambda t: t.update(
+        {"model.lm_head.weight": torch.zeros(40, HIDDEN).bfloat16()}
+    ),
 }
 
 
 @pytest.mark.parametrize("problem", BROKEN)
-def test_what_does_not_fit_is_refused_before_anything_changes(live: tuple[DraftLoader, FusedModel], tmp_path: Path, problem: str):
+def test_what_does_not_fit_is_refused_before_anything_changes(
+    live: tuple[DraftLoader, FusedModel], tmp_path: Path, problem: str
+):
     loader, model = live
     load(loader, draft_tensors(4), tmp_path / "good", 1)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -174,8 +227,12 @@ def test_what_does_not_fit_is_refused_before_anything_changes(live: tuple[DraftL
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_a_file_that_is_not_the_announced_one_is_refused(live: tuple[DraftLoader, FusedModel], tmp_path: Path):
-    with pytest.raises(ValueError, match=f"checksum of the file is {checksum(draft_tensors(6))}, announced was abc"):
+def test_a_file_that_is_not_the_announced_one_is_refused(
+    live: tuple[DraftLoader, FusedModel], tmp_path: Path
+):
+    with pytest.raises(
+        ValueError, match=f"checksum of the file is {checksum(draft_tensors(6))}, announced was abc"
+    ):
         load(live[0], draft_tensors(6), tmp_path / "d", 2, announced="abc")
 
 

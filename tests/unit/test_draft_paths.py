@@ -9,7 +9,11 @@ def test_a_directory_is_itself(tmp_path):
 
 
 @pytest.mark.parametrize("path", ["no/such/place/at/all", "owner/repository"])
-def test_what_is_neither_directory_nor_reachable_repository_is_named(path: str, monkeypatch: pytest.MonkeyPatch):
+def test_what_is_neither_directory_nor_reachable_repository_is_named(
+    path: str, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match=f"draft.path={path}: neither a directory nor a hub repository"):
+    with pytest.raises(
+        ConfigError, match=f"draft.path={path}: neither a directory nor a hub repository"
+    ):
         local_directory(path)

@@ -28,7 +28,9 @@ BLOCK = 5
 
 
 def eagle_config(**changes: Any) -> dict[str, Any]:
-    config = FAMILY.derive_config(target_config(LlamaConfig), DraftConfig(target_layer_ids=[1, 3, 5]), BLOCK - 1)
+    config = FAMILY.derive_config(
+        target_config(LlamaConfig), DraftConfig(target_layer_ids=[1, 3, 5]), BLOCK - 1
+    )
     return {**config, **changes}
 
 
@@ -45,7 +47,7 @@ def eagle_draft(**changes: Any) -> nn.Module:
     return uneven(FAMILY.build(eagle_config(**changes), seed=3, init_std=0.2))
 
 
-# -- the network, written out one query at a time in float64 ---------------------------------------------------------------------------
+# -- the network, written out one query at a time in float64 ---------------------------------------
 
 
 def norm(weight: Tensor, x: Tensor) -> Tensor:
@@ -79,18 +81,29 @@ class Reference:
         q = turn(q.view(heads, -1), position)
         out = []
         for head in range(heads):
-            scores = torch.stack([q[head] @ key[head // 2] for key in self.keys]) / q.shape[-1] ** 0.5
-            out.append(sum(p * value[head // 2] for p, value in zip(scores.softmax(0), self.values, strict=True)))
+            scores = (
+                torch.stack([q[head] @ key[head // 2] for key in self.keys]) / q.shape[-1] ** 0.5
+            )
+            out.append(
+                sum(
+                    p * value[head // 2]
+                    for p, value in zip(scores.softmax(0), self.values, strict=True)
+                )
+            )
         x = residual + w["midlayer.self_attn.o_proj.weight"] @ torch.cat(out)
         y = norm(w["midlayer.post_attention_layernorm.weight"], x)
         gate = w["midlayer.mlp.gate_proj.weight"] @ y
-        x = x + w["midlayer.mlp.down_proj.weight"] @ (gate * gate.sigmoid() * (w["midlayer.mlp.up_proj.weight"] @ y))
+        x = x + w["midlayer.mlp.down_proj.weight"] @ (
+            gate * gate.sigmoid() * (w["midlayer.mlp.up_proj.weight"] @ y)
+        )
         return norm(w["norm.weight"], x), x
 
     def fuse(self, feature: Tensor) -> Tensor:
         if self.config["fc_norm"]:
             parts = feature.chunk(3)
-            feature = torch.cat([norm(self.w[f"fc_norm.{i}.weight"], part) for i, part in enumerate(parts)])
+            feature = torch.cat(
+                [norm(self.w[f"fc_norm.{i}.weight"], part) for i, part in enumerate(parts)]
+            )
         return self.w["fc.weight"] @ feature
 
     def block(self, features: Tensor, context: Tensor, block: Tensor, anchor: int) -> Tensor:
@@ -100,7 +113,9 @@ class Reference:
             normed, raw = self.row(context[x], self.fuse(features[x]), x)
         slots = [torch.zeros(HIDDEN, dtype=torch.float64), normed]
         for step in range(1, BLOCK - 1):
-            normed, raw = self.row(block[step], normed if self.config["norm_output"] else raw, anchor + step - 1)
+            normed, raw = self.row(
+                block[step], normed if self.config["norm_output"] else raw, anchor + step - 1
+            )
             slots.append(normed)
         return torch.stack(slots)
 
@@ -113,7 +128,11 @@ def problem() -> tuple[Any, Tensor, tuple[Tensor, Tensor]]:
     return layout, features, (context, torch.randn(2, 3, BLOCK - 1, HIDDEN, generator=generator))
 
 
-@pytest.mark.parametrize("switch", [{}, {"norm_before_residual": True}, {"fc_norm": True}, {"norm_output": True}], ids=str)
+@pytest.mark.parametrize(
+    "switch",
+    [{}, {"norm_before_residual": True}, {"fc_norm": True}, {"norm_output": True}],
+    ids=str,
+)
 def test_replay_is_the_chain_an_engine_drafts(switch: dict[str, bool]) -> None:
     draft, (layout, features, inputs) = eagle_draft(**switch), problem()
     found = FAMILY.replay(draft, features, inputs, layout).unflatten(1, (3, BLOCK))
@@ -121,8 +140,12 @@ def test_replay_is_the_chain_an_engine_drafts(switch: dict[str, bool]) -> None:
     context, blocks = (part.double() for part in inputs)
     for sample, anchors in enumerate([[2, 5, 7], [1, 4]]):
         for index, anchor in enumerate(anchors):
-            expected = reference.block(features[sample].double(), context[sample], blocks[sample, index], anchor)
-            torch.testing.assert_close(found[sample, index].double(), expected, atol=2e-5, rtol=1e-4)
+            expected = reference.block(
+                features[sample].double(), context[sample], blocks[sample, index], anchor
+            )
+            torch.testing.assert_close(
+                found[sample, index].double(), expected, atol=2e-5, rtol=1e-4
+            )
 
 
 def test_a_block_sees_its_context_and_its_own_chain_only() -> None:
@@ -144,12 +167,22 @@ def test_a_block_sees_its_context_and_its_own_chain_only() -> None:
 def test_padded_blocks_and_empty_contexts_stay_finite() -> None:
     draft, layout = eagle_draft(), make_layout([1], [[]], BLOCK)
     nothing = torch.zeros(1, 0, 3 * HIDDEN)
-    hidden = FAMILY.replay(draft, nothing, (torch.zeros(1, 0, HIDDEN), torch.ones(1, 1, BLOCK - 1, HIDDEN)), layout)
+    hidden = FAMILY.replay(
+        draft, nothing, (torch.zeros(1, 0, HIDDEN), torch.ones(1, 1, BLOCK - 1, HIDDEN)), layout
+    )
     (hidden.sum() * 0.0 + draft.lm_head.weight.sum() * 0.0).backward()
-    assert all(parameter.grad is not None and torch.isfinite(parameter.grad).all() for parameter in draft.parameters())
+    assert all(
+        parameter.grad is not None and torch.isfinite(parameter.grad).all()
+        for parameter in draft.parameters()
+    )
     first = make_layout([3], [[0]], BLOCK)
     with pytest.raises(ValueError, match="position 0"):
-        FAMILY.replay(draft, torch.zeros(1, 1, 3 * HIDDEN), (torch.zeros(1, 1, HIDDEN), torch.ones(1, 1, BLOCK - 1, HIDDEN)), first)
+        FAMILY.replay(
+            draft,
+            torch.zeros(1, 1, 3 * HIDDEN),
+            (torch.zeros(1, 1, HIDDEN), torch.ones(1, 1, BLOCK - 1, HIDDEN)),
+            first,
+        )
 
 
 def test_gradient_checkpointing_changes_nothing() -> None:
@@ -159,22 +192,28 @@ def test_gradient_checkpointing_changes_nothing() -> None:
         draft = eagle_draft().train()
         draft.gradient_checkpointing = checkpointing
         FAMILY.replay(draft, features, inputs, layout).square().sum().backward()
-        gradients.append({name: p.grad for name, p in draft.named_parameters() if p.grad is not None})
+        gradients.append(
+            {name: p.grad for name, p in draft.named_parameters() if p.grad is not None}
+        )
     assert gradients[0].keys() == gradients[1].keys()
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient, atol=0, rtol=0)
 
 
 def test_labels_of_a_drafted_chain_end_with_the_correction() -> None:
-    """Behind the first refused proposal the chain has read other tokens than the response holds: its next token is no label there."""
+    """Behind the first refused proposal the chain has read other tokens than the response holds:
+    its next token is no label there.
+    """
     plan = plan_opd(worked_sample(), block_size=4, response_span="block", chained=True)
-    supervised = [(plan.anchors[b], o) for b, o in zip(plan.response_block, plan.response_offset, strict=True)]
+    supervised = [
+        (plan.anchors[b], o) for b, o in zip(plan.response_block, plan.response_offset, strict=True)
+    ]
     assert supervised == [(0, 1), (0, 2), (2, 1), (2, 2), (2, 3), (6, 1)]
     assert FAMILY.chained
     assert not get_family("dflash").chained
 
 
-# -- config and files --------------------------------------------------------------------------------------------------------------------
+# -- config and files ------------------------------------------------------------------------------
 
 
 def test_derived_config_passes_its_own_check_and_names_the_engines_layers() -> None:
@@ -219,7 +258,9 @@ def test_a_public_config_without_layers_means_the_engines_default(tmp_path: Path
     ],
 )
 def test_what_would_not_be_replayed_is_refused(change: dict[str, Any], named: str) -> None:
-    """C7, C10, B2 and K9 of docs/known_faults.md among them: vocabulary sizes, foreign vocabularies, layer ids, a guessed rope base."""
+    """C7, C10, B2 and K9 of docs/known_faults.md among them: vocabulary sizes, foreign
+    vocabularies, layer ids, a guessed rope base.
+    """
     config = {**eagle_config(), "target_hidden_size": HIDDEN, **change}
     if change.get("hidden_size"):
         config["target_hidden_size"] = change["hidden_size"]
@@ -262,9 +303,14 @@ def test_without_a_vocabulary_of_its_own_there_is_no_map() -> None:
 
 
 def test_an_embedding_of_its_own_is_refused_and_the_targets_is_not(tmp_path: Path) -> None:
-    draft, table = eagle_draft(), torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(9)).bfloat16().float()
+    draft, table = (
+        eagle_draft(),
+        torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(9)).bfloat16().float(),
+    )
     for name, brought in (("same", table), ("other", table.roll(1, dims=0))):
-        write_draft({**draft.state_dict(), "embed_tokens.weight": brought}, eagle_config(), tmp_path / name)
+        write_draft(
+            {**draft.state_dict(), "embed_tokens.weight": brought}, eagle_config(), tmp_path / name
+        )
     FAMILY.load_weights(eagle_draft(), str(tmp_path / "same"), {"embed_tokens.weight": table})
     with pytest.raises(ConfigError, match=r"embed_tokens\.weight differs"):
         FAMILY.load_weights(eagle_draft(), str(tmp_path / "other"), {"embed_tokens.weight": table})
@@ -280,13 +326,17 @@ def test_a_pruned_head_without_its_map_is_refused(tmp_path: Path) -> None:
         FAMILY.load_weights(eagle_draft(draft_vocab_size=len(PROPOSABLE)), str(tmp_path / "draft"))
 
 
-# -- the draft's own head -----------------------------------------------------------------------------------------------------------------
+# -- the draft's own head --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("chunk", [2, 100])
 def test_own_head_logprobs_and_gradients_equal_float64(chunk: int) -> None:
     torch.manual_seed(0)
-    rows, weight, labels = torch.randn(7, 12), torch.randn(30, 12), torch.tensor([0, 29, 5, 5, 7, 1, 2])
+    rows, weight, labels = (
+        torch.randn(7, 12),
+        torch.randn(30, 12),
+        torch.tensor([0, 29, 5, 5, 7, 1, 2]),
+    )
     ours, head = rows.clone().requires_grad_(), weight.clone().requires_grad_()
     values = own_logprobs(ours, head, labels, chunk)
     values.backward(torch.linspace(-1, 1, 7))
@@ -301,10 +351,19 @@ def test_own_head_logprobs_and_gradients_equal_float64(chunk: int) -> None:
 
 def test_full_vocabulary_losses_restrict_the_target_to_the_draft_vocabulary() -> None:
     torch.manual_seed(0)
-    rows, teacher, own, target = torch.randn(4, 12), torch.randn(4, 12), torch.randn(3, 12), torch.randn(20, 12)
+    rows, teacher, own, target = (
+        torch.randn(4, 12),
+        torch.randn(4, 12),
+        torch.randn(3, 12),
+        torch.randn(20, 12),
+    )
     ids = torch.tensor([2, 11, 19])
-    p, q = ((x.double() @ w.double().T).softmax(1) for x, w in ((teacher, target[ids]), (rows, own)))
-    values = own_row_loss(rows, own, against_target(FULL_VOCABULARY["full_forward_kl"], target[ids]), 3, teacher)[:, 0]
+    p, q = (
+        (x.double() @ w.double().T).softmax(1) for x, w in ((teacher, target[ids]), (rows, own))
+    )
+    values = own_row_loss(
+        rows, own, against_target(FULL_VOCABULARY["full_forward_kl"], target[ids]), 3, teacher
+    )[:, 0]
     torch.testing.assert_close(values.double(), (p * (p / q).log()).sum(1), atol=1e-5, rtol=1e-4)
 
 
@@ -318,7 +377,11 @@ def test_tokens_are_mapped_into_the_draft_vocabulary() -> None:
 
 @pytest.mark.parametrize(
     ("keys", "named"),
-    [({"num_hidden_layers": 2}, "num_hidden_layers=2"), ({"mask_token_id": 3}, "mask_token_id=3"), ({"block_size": 5}, "block_size=5")],
+    [
+        ({"num_hidden_layers": 2}, "num_hidden_layers=2"),
+        ({"mask_token_id": 3}, "mask_token_id=3"),
+        ({"block_size": 5}, "block_size=5"),
+    ],
 )
 def test_keys_that_mean_nothing_here_are_refused(keys: dict[str, int], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
@@ -326,4 +389,8 @@ def test_keys_that_mean_nothing_here_are_refused(keys: dict[str, int], named: st
 
 
 def test_a_target_layer_default_for_a_new_draft() -> None:
-    assert FAMILY.layer_ids(FAMILY.derive_config(target_config(LlamaConfig), DraftConfig(), 4)) == [1, 3, 4]
+    assert FAMILY.layer_ids(FAMILY.derive_config(target_config(LlamaConfig), DraftConfig(), 4)) == [
+        1,
+        3,
+        4,
+    ]

@@ -1,4 +1,6 @@
-"""The example prompts: loadable rows of one narrow kind, no task twice, none of the held-out ones in training."""
+"""The example prompts: loadable rows of one narrow kind, no task twice, none of the held-out ones
+in training.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,12 @@ FILLER = {
 
 
 def _prompts(split: str) -> list[str]:
-    rows = [json.loads(line) for line in (DATA / f"python_functions_{split}.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (DATA / f"python_functions_{split}.jsonl")
+        .read_text(encoding="utf-8")
+        .splitlines()
+    ]
     contents = []
     for row in rows:
         assert set(row) == {"data_source", "prompt"}
@@ -49,7 +56,9 @@ def _prompts(split: str) -> list[str]:
 
 
 def _task(prompt: str) -> tuple[str, ...]:
-    """The words that make the task, in order; case, punctuation, filler and plural endings do not count."""
+    """The words that make the task, in order; case, punctuation, filler and plural endings do not
+    count.
+    """
     words = re.findall(r"[a-z0-9.]+", prompt.lower().rstrip("."))
     return tuple(word.removesuffix("s") for word in words if word not in FILLER)
 
@@ -74,4 +83,6 @@ def test_the_comparison_sees_through_wording() -> None:
     assert _task("Write a Python function that returns the sum of two numbers.") == _task(
         "Write a Python function that computes a sum of two number."
     )
-    assert _task("Write a Python function that adds two lists.") != _task("Write a Python function that adds two sets.")
+    assert _task("Write a Python function that adds two lists.") != _task(
+        "Write a Python function that adds two sets."
+    )

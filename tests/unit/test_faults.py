@@ -1,4 +1,6 @@
-"""Restart budget, stop signals, lost processes, and the watchdog over tokens; without Ray or an engine."""
+"""Restart budget, stop signals, lost processes, and the watchdog over tokens; without Ray or an
+engine.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def test_every_restart_is_said_and_the_last_one_ends_the_run():
     restarts = Restarts(2, told.append)
     restarts.spend("engine 0 is lost (a)")
     restarts.spend("trainer rank 1 died (b)")
-    with pytest.raises(WorkerDied, match=r"engine 1 is lost \(c\), and trainer.max_restarts=2 are used up"):
+    with pytest.raises(
+        WorkerDied, match=r"engine 1 is lost \(c\), and trainer.max_restarts=2 are used up"
+    ):
         restarts.spend("engine 1 is lost (c)")
     assert told == [
         "engine 0 is lost (a): starting again, 1 of 2 restarts left",
@@ -43,14 +47,22 @@ def test_every_restart_is_said_and_the_last_one_ends_the_run():
 
 @pytest.mark.parametrize(
     ("error", "stop"),
-    [(Stopped(), True), (SystemExit(signal.SIGTERM), True), (SystemExit(15), True), (SystemExit(1), False), (KeyboardInterrupt(), False)],
+    [
+        (Stopped(), True),
+        (SystemExit(signal.SIGTERM), True),
+        (SystemExit(15), True),
+        (SystemExit(1), False),
+        (KeyboardInterrupt(), False),
+    ],
 )
 def test_rays_own_answer_to_sigterm_while_it_starts_is_a_stop_too(error: BaseException, stop: bool):
     assert asked_to_stop(error) is stop
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_is_noted_and_the_second_interrupts(number: signal.Signals, capfd: pytest.CaptureFixture[str]):
+def test_the_first_signal_is_noted_and_the_second_interrupts(
+    number: signal.Signals, capfd: pytest.CaptureFixture[str]
+):
     before = signal.getsignal(number)
     with StopSignal() as stop:
         assert not stop.asked
@@ -67,7 +79,14 @@ def test_the_first_signal_is_noted_and_the_second_interrupts(number: signal.Sign
 def stub_loop(**attributes: Any) -> Any:
     told: list[str] = []
     console = SimpleNamespace(say=told.append)
-    return SimpleNamespace(cfg=Config(), progress=Progress(opd_step=7), console=console, failed_saves=0, told=told, **attributes)
+    return SimpleNamespace(
+        cfg=Config(),
+        progress=Progress(opd_step=7),
+        console=console,
+        failed_saves=0,
+        told=told,
+        **attributes,
+    )
 
 
 def test_stopping_writes_a_checkpoint_first():
@@ -79,9 +98,16 @@ def test_stopping_writes_a_checkpoint_first():
 
 
 @pytest.mark.parametrize(
-    "error", [OSError(28, "No space left on device"), ConfigError("disk full"), CheckpointError("step_7 was not written")]
+    "error",
+    [
+        OSError(28, "No space left on device"),
+        ConfigError("disk full"),
+        CheckpointError("step_7 was not written"),
+    ],
 )
-def test_a_checkpoint_that_cannot_be_written_is_said_and_training_goes_on_unless_it_is_the_last(error: Exception):
+def test_a_checkpoint_that_cannot_be_written_is_said_and_training_goes_on_unless_it_is_the_last(
+    error: Exception,
+):
     def write(tau: float | None) -> None:
         raise error
 
@@ -103,8 +129,12 @@ def test_a_process_id_that_was_given_to_another_is_left_alone():
         other.wait()
 
 
-# as multiprocessing names it, without the tracker that would clean up, and that a SIGKILL takes along
-CHILD = "import mmap, time; f = open('/dev/shm/{name}', 'w+b'); f.truncate(64); m = mmap.mmap(f.fileno(), 64); print('up', flush=True); time.sleep(99)"
+# as multiprocessing names it, without the tracker that would clean up, and that a SIGKILL takes
+# along
+CHILD = (
+    "import mmap, time; f = open('/dev/shm/{name}', 'w+b'); f.truncate(64); m = "
+    "mmap.mmap(f.fileno(), 64); print('up', flush=True); time.sleep(99)"
+)
 PARENT = """
 import subprocess, sys, time
 from pathlib import Path
@@ -120,8 +150,12 @@ time.sleep(float(sys.argv[3]))
 
 @pytest.mark.parametrize("handles", [True, False], ids=["pidfd", "without pidfd"])
 @pytest.mark.parametrize("killed", [True, False], ids=["killed", "ended"])
-def test_whatever_a_process_leaves_behind_is_cleaned_up_however_it_ends(tmp_path: Path, killed: bool, handles: bool):
-    """Its files, children that it started later, and what they share in memory; nothing of anybody else, and nothing before it has ended."""
+def test_whatever_a_process_leaves_behind_is_cleaned_up_however_it_ends(
+    tmp_path: Path, killed: bool, handles: bool
+):
+    """Its files, children that it started later, and what they share in memory; nothing of anybody
+    else, and nothing before it has ended.
+    """
     name, file = f"psm_test{os.getpid()}", tmp_path / "snapshot"
     foreign = shared_memory.SharedMemory(create=True, size=64)
     file.write_text("x")
@@ -129,7 +163,9 @@ def test_whatever_a_process_leaves_behind_is_cleaned_up_however_it_ends(tmp_path
     (tmp_path / "sitecustomize.py").write_text(preamble)
     arguments = [CHILD.format(name=name), str(file), "99" if killed else "3", "children"]
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, *arguments], stdout=subprocess.PIPE, text=True, env=env)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, *arguments], stdout=subprocess.PIPE, text=True, env=env
+    )
     try:
         child, older = map(psutil.Process, map(int, parent.stdout.readline().split()))
         time.sleep(2.5)
@@ -159,7 +195,10 @@ def test_children_are_left_alone_unless_asked_for(tmp_path: Path):
     name, file = f"psm_kept{os.getpid()}", tmp_path / "snapshot"
     file.write_text("x")
     parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, CHILD.format(name=name), str(file), "99", "no"], stdout=subprocess.PIPE, text=True, cwd=ROOT
+        [sys.executable, "-c", PARENT, CHILD.format(name=name), str(file), "99", "no"],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
     )
     child, older = map(psutil.Process, map(int, parent.stdout.readline().split()))
     try:
@@ -178,7 +217,9 @@ def test_children_are_left_alone_unless_asked_for(tmp_path: Path):
 
 
 def engine(stall_timeout: float) -> RolloutEngine:
-    settings = EngineSettings("t", "float32", "d", "dflash", 3, (0,), 3, 64, 4, stall_timeout=stall_timeout)
+    settings = EngineSettings(
+        "t", "float32", "d", "dflash", 3, (0,), 3, 64, 4, stall_timeout=stall_timeout
+    )
     return RolloutEngine(settings)
 
 
@@ -195,7 +236,11 @@ def test_a_hanging_engine_is_noticed_by_its_tokens_and_a_slow_one_is_not():
 
         assert await live._watched(slow(), "a") == "done"
         assert await live.ailment() == ""
-        with pytest.raises(RolloutError, match=r"request b: the engine hangs, no token for anybody in rollout.stall_timeout=0.2 s"):
+        with pytest.raises(
+            RolloutError,
+            match=r"request b: the engine hangs, no token for anybody in "
+            r"rollout.stall_timeout=0.2 s",
+        ):
             await live._watched(asyncio.sleep(30), "b")
         assert "stall_timeout" in await live.ailment()
 
@@ -203,19 +248,27 @@ def test_a_hanging_engine_is_noticed_by_its_tokens_and_a_slow_one_is_not():
 
 
 def test_a_call_into_a_dead_or_hanging_core_ends():
-    """A core that is killed between a response and the collection of its trace never answers, and says so nowhere else."""
+    """A core that is killed between a response and the collection of its trace never answers, and
+    says so nowhere else.
+    """
 
     async def scenario() -> None:
         dead = engine(60)
-        dead._engine = SimpleNamespace(errored=False, collective_rpc=lambda method, args: asyncio.sleep(30))
+        dead._engine = SimpleNamespace(
+            errored=False, collective_rpc=lambda method, args: asyncio.sleep(30)
+        )
         call = asyncio.ensure_future(dead._rpc("opd_pop_traces", ["a"]))
         await asyncio.sleep(0.05)
         dead._engine.errored = True
         with pytest.raises(RolloutError, match="opd_pop_traces: the engine core died"):
             await call
         hanging = engine(0.1)
-        hanging._engine = SimpleNamespace(errored=False, collective_rpc=lambda method, args: asyncio.sleep(30))
-        with pytest.raises(RolloutError, match=r"no answer to opd_stats in rollout.stall_timeout=0.1 s"):
+        hanging._engine = SimpleNamespace(
+            errored=False, collective_rpc=lambda method, args: asyncio.sleep(30)
+        )
+        with pytest.raises(
+            RolloutError, match=r"no answer to opd_stats in rollout.stall_timeout=0.1 s"
+        ):
             await hanging._rpc("opd_stats")
         assert "no answer to opd_stats" in await hanging.ailment()
 
@@ -223,11 +276,15 @@ def test_a_call_into_a_dead_or_hanging_core_ends():
 
 
 def test_whoever_asks_for_a_trace_while_a_core_dies_gets_an_answer():
-    """The second request finishes while the traces of the first are collected, and the core dies in between."""
+    """The second request finishes while the traces of the first are collected, and the core dies in
+    between.
+    """
 
     async def scenario() -> None:
         dying = engine(60)
-        dying._engine = SimpleNamespace(errored=False, collective_rpc=lambda method, args: asyncio.sleep(30))
+        dying._engine = SimpleNamespace(
+            errored=False, collective_rpc=lambda method, args: asyncio.sleep(30)
+        )
         first = asyncio.ensure_future(dying._pop("a"))
         await asyncio.sleep(0.05)
         second = asyncio.ensure_future(dying._pop("b"))
@@ -253,7 +310,11 @@ def test_the_line_that_continues_a_run_does_not_start_from_the_old_checkpoint_ag
     plain = ["verl-opd", "train", "quickstart", "optim.lr=1e-4"]
     newest = ["trainer.resume_mode=auto", "trainer.resume_from_path=null"]
     assert continuing(plain, "auto") == plain
-    pinned = [*plain, "++trainer.resume_mode=path", "trainer.resume_from_path=runs/a/b/checkpoints/step_10"]
+    pinned = [
+        *plain,
+        "++trainer.resume_mode=path",
+        "trainer.resume_from_path=runs/a/b/checkpoints/step_10",
+    ]
     assert continuing(pinned, "path") == [*plain, *newest]
     assert continuing(plain, "path") == [*plain, *newest], "set by the recipe"
 

@@ -1,4 +1,6 @@
-"""What a fleet does with prompts whose samples fail, are aborted, or whose servers die; on stand-ins for actors."""
+"""What a fleet does with prompts whose samples fail, are aborted, or whose servers die; on
+stand-ins for actors.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,17 @@ def sample(name: str, finish: str = "stop") -> RolloutSample:
 
 
 def fleet(attempts: list[tuple[list[Any], bool]]) -> Any:
-    """A fleet whose successive attempts give these outcomes; `asked` keeps what each was asked for."""
+    """A fleet whose successive attempts give these outcomes; `asked` keeps what
+    each was asked for.
+    """
     made = object.__new__(Fleet)
-    made._cfg, made.phases, made.counts, made.asked, made.told = Config(), [PhaseMachine(0)], {"rerun_samples": 0}, [], []
+    made._cfg, made.phases, made.counts, made.asked, made.told = (
+        Config(),
+        [PhaseMachine(0)],
+        {"rerun_samples": 0},
+        [],
+        [],
+    )
     made._say = made.told.append
     left = iter(attempts)
 
@@ -42,7 +52,10 @@ PROMPTS = [Prompt(name, "t", (1,), ()) for name in ("a", "b", "c")]
 
 
 def test_only_what_is_missing_is_run_again_and_the_order_is_kept():
-    first = ([sample("c"), SampleFailure("a", "the engine died"), SampleFailure("b", "the engine died")], True)
+    first = (
+        [sample("c"), SampleFailure("a", "the engine died"), SampleFailure("b", "the engine died")],
+        True,
+    )
     made = fleet([first, ([sample("b"), sample("a", "abort")], False), ([sample("a")], False)])
     assert [got.sample_id for got in made.generate(PROMPTS, {}, 0)] == ["a", "b", "c"]
     assert made.asked == [["a", "b", "c"], ["a", "b"], ["a"]]
@@ -59,7 +72,9 @@ def test_aborts_without_an_end_stop_the_run():
 def test_another_target_in_an_engine_is_named():
     made = object.__new__(Fleet)
     made._target, made._target_checksums = "abc", lambda: ["abc", "abd"]
-    with pytest.raises(WeightSyncError, match=r"engine 1 does not hold the target .*checksum abd, there abc"):
+    with pytest.raises(
+        WeightSyncError, match=r"engine 1 does not hold the target .*checksum abd, there abc"
+    ):
         made.prove_target()
     made._target_checksums = lambda: ["abc", "abc"]
     made.prove_target()
@@ -77,8 +92,14 @@ def test_a_number_is_what_can_be_trained_on():
     assert not is_finite(with_logprob("a", math.inf))
     import numpy as np
 
-    scores = TeacherScores(np.array([-1.0, np.nan], np.float32), np.zeros((2, 0), np.int32), np.zeros((2, 0), np.float32))
-    assert not is_finite(RolloutSample("a", "t", (1,), (2, 3), VerifyTrace(2, ()), 0, "stop", scores))
+    scores = TeacherScores(
+        np.array([-1.0, np.nan], np.float32),
+        np.zeros((2, 0), np.int32),
+        np.zeros((2, 0), np.float32),
+    )
+    assert not is_finite(
+        RolloutSample("a", "t", (1,), (2, 3), VerifyTrace(2, ()), 0, "stop", scores)
+    )
 
 
 def test_one_bad_sample_is_dropped_and_counted_and_many_end_the_run():
@@ -89,15 +110,28 @@ def test_one_bad_sample_is_dropped_and_counted_and_many_end_the_run():
     assert Loop._keep_finite(loop, [*good, with_logprob("bad", math.nan)]) == good
     assert loop.dropped == 1
     assert "dropped 1 of 10 samples" in told[0]
-    with pytest.raises(RolloutError, match="2 of 10 samples carry log-probs that are not numbers: x, y"):
-        Loop._keep_finite(loop, [*good[:8], with_logprob("x", math.nan), with_logprob("y", math.nan)])
+    with pytest.raises(
+        RolloutError, match="2 of 10 samples carry log-probs that are not numbers: x, y"
+    ):
+        Loop._keep_finite(
+            loop, [*good[:8], with_logprob("x", math.nan), with_logprob("y", math.nan)]
+        )
 
 
 def test_a_lost_node_is_no_lost_engine(monkeypatch: pytest.MonkeyPatch):
-    """An engine that does not answer may be the first sign of a lost node: nothing is spent on starting it where nothing can start."""
+    """An engine that does not answer may be the first sign of a lost node: nothing is spent on
+    starting it where nothing can start.
+    """
     asked: list[str] = []
-    monkeypatch.setattr("verl_opd.controller.fleet.ailment", lambda server: asked.append(server) or "no answer in 30 s")
+    monkeypatch.setattr(
+        "verl_opd.controller.fleet.ailment",
+        lambda server: asked.append(server) or "no answer in 30 s",
+    )
     placement = SimpleNamespace(lost_nodes=lambda: ["10.0.0.2"] if asked else [])
-    fleet = SimpleNamespace(servers=["engine"], _placement=placement, _restarts=SimpleNamespace(spend=lambda what: pytest.fail(what)))
+    fleet = SimpleNamespace(
+        servers=["engine"],
+        _placement=placement,
+        _restarts=SimpleNamespace(spend=lambda what: pytest.fail(what)),
+    )
     with pytest.raises(WorkerDied, match=r"node 10\.0\.0\.2 is lost"):
         Fleet.heal(fleet)

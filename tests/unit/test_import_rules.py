@@ -20,7 +20,9 @@ RAY_FREE = ("drafts/", "targets/")
 
 
 def _imports(tree: ast.Module, module: str) -> Iterator[tuple[str, bool]]:
-    """(absolute dotted name, whether it is imported when the module is) of every import statement."""
+    """(absolute dotted name, whether it is imported when the module is) of every
+    import statement.
+    """
     lazy = {
         id(node)
         for scope in ast.walk(tree)
@@ -74,7 +76,11 @@ def test_import_rules(file: Path) -> None:
         ("controller/loop.py", "import vllm", 2),
         ("rollout/server.py", "import vllm", 1),
         ("rollout/server.py", "def f():\n    from vllm import LLM", 0),
-        ("rollout/server.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from vllm import LLM", 0),
+        (
+            "rollout/server.py",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from vllm import LLM",
+            0,
+        ),
         ("targets/hf.py", "def f():\n    from vllm import LLM", 1),
         ("config/load.py", "import vllm_plugin", 0),
     ],
@@ -83,7 +89,11 @@ def test_the_rules_themselves(path: str, source: str, broken: int) -> None:
     assert len(violations(path, source)) == broken
 
 
-@pytest.mark.parametrize("file", [*FILES, *sorted((ROOT / "tests").rglob("*.py"))], ids=lambda file: str(file.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "file",
+    [*FILES, *sorted((ROOT / "tests").rglob("*.py"))],
+    ids=lambda file: str(file.relative_to(ROOT)),
+)
 def test_no_file_is_too_long(file: Path) -> None:
     assert len(file.read_text().splitlines()) <= MAX_LINES
 
@@ -93,5 +103,9 @@ def test_the_package_stays_small() -> None:
 
 
 def test_init_files_are_empty_except_for_draft_families() -> None:
-    filled = {str(file.relative_to(PACKAGE)) for file in FILES if file.name == "__init__.py" and file.read_text().strip()}
+    filled = {
+        str(file.relative_to(PACKAGE))
+        for file in FILES
+        if file.name == "__init__.py" and file.read_text().strip()
+    }
     assert {name for name in filled if not name.startswith("drafts/")} == set()

@@ -1,4 +1,6 @@
-"""install_npu.sh on machines made of fake packages: what it asks pip and git for, when it refuses, and when it does nothing."""
+"""install_npu.sh on machines made of fake packages: what it asks pip and git for, when it refuses,
+and when it does nothing.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ("bash", "cat", "dirname", "env", "grep", "mktemp", "rm", "sed", "tr")
-SCRIPTS = [ROOT / "install_npu.sh", *sorted((ROOT / "scripts").glob("*.sh")), *sorted((ROOT / "examples").rglob("*.sh"))]
+SCRIPTS = [
+    ROOT / "install_npu.sh",
+    *sorted((ROOT / "scripts").glob("*.sh")),
+    *sorted((ROOT / "examples").rglob("*.sh")),
+]
 
 # Sees only the packages below $SITE; what is asked of pip is noted and played by PIP.
 PYTHON = """\
@@ -23,22 +29,26 @@ PYTHONPATH=$SITE exec "$REAL_PYTHON" -S "$@"
 
 PIP = """\
 import json, os, pathlib, re, shutil, sys
-site, fakes, arguments = pathlib.Path(os.environ["SITE"]), pathlib.Path(os.environ["FAKES"]), sys.argv[1:]
+site, fakes = pathlib.Path(os.environ["SITE"]), pathlib.Path(os.environ["FAKES"])
+arguments = sys.argv[1:]
 def put(name, version, origin=None):
     for old in site.glob(name.replace("-", "_") + "-*.dist-info"):
         shutil.rmtree(old)
     folder = site / f"{name.replace('-', '_')}-{version}.dist-info"
     folder.mkdir()
-    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\\nName: {name}\\nVersion: {version}\\n")
+    head = "Metadata-Version: 2.1"
+    (folder / "METADATA").write_text(f"{head}\\nName: {name}\\nVersion: {version}\\n")
     if origin:
-        (folder / "direct_url.json").write_text(json.dumps({"url": f"file://{origin}", "dir_info": {"editable": True}}))
+        url = {"url": f"file://{origin}", "dir_info": {"editable": True}}
+        (folder / "direct_url.json").write_text(json.dumps(url))
 for option in ("-c", "-r"):
     if option in arguments:
         at = arguments.index(option) + 1
         shutil.copy(arguments[at], fakes)
         arguments[at] = os.path.basename(arguments[at])
 names = ("VLLM_TARGET_DEVICE", "COMPILE_CUSTOM_KERNELS", "SETUPTOOLS_SCM_PRETEND_VERSION")
-line = " ".join([*(f"{name}={os.environ[name]}" for name in names if name in os.environ), "pip", *arguments])
+given = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
+line = " ".join([*given, "pip", *arguments])
 with open(os.environ["CALLS"], "a") as file:
     file.write(line + "\\n")
 (fakes / "seen.json").write_text(json.dumps({"cwd": os.getcwd(), "env": dict(os.environ)}))
@@ -70,7 +80,8 @@ echo "git $*" >>"$CALLS"
 if [[ $* == "submodule update --init "* ]]; then
     for folder in "${@:4}"; do
         mkdir -p "$folder"
-        printf '[build-system]\\nrequires = [\\n    "setuptools>=77",\\n    "torch==2.11.0",\\n    "triton-ascend==3.2.1",\\n]\\n' >"$folder/pyproject.toml"
+        printf '%s\\n' '[build-system]' 'requires = [' '    "setuptools>=77",' \\
+            '    "torch==2.11.0",' '    "triton-ascend==3.2.1",' ']' >"$folder/pyproject.toml"
     done
 fi
 """
@@ -99,11 +110,23 @@ VENDOR = {
     "safetensors": "0.5.3",
 }
 SMALL = {"hydra_core": "1.3.2", "omegaconf": "2.3.0", "rich": "14.0.0", "tensorboard": "2.20.0"}
-V023 = {**VENDOR, **SMALL, "vllm": "0.23.0+empty", "vllm_ascend": "0.23.0.post1", "torch_npu": "2.10.0.post4", "triton_ascend": "3.2.2"}
+V023 = {
+    **VENDOR,
+    **SMALL,
+    "vllm": "0.23.0+empty",
+    "vllm_ascend": "0.23.0.post1",
+    "torch_npu": "2.10.0.post4",
+    "triton_ascend": "3.2.2",
+}
 TORCH_ONLY = {"torch": "2.10.0+cpu", "torch_npu": "2.10.0", "numpy": "1.26.4", **SMALL}
 PROJECT = "pip install --no-deps -e ."
-DEPENDENCIES = "pip install -c constraints.txt hydra-core>=1.3,<1.4 omegaconf>=2.3,<2.4 rich tensorboard"
-TRITON = "pip install --no-deps --index-url https://mirrors.huaweicloud.com/ascend/repos/pypi triton-ascend==3.2.1"
+DEPENDENCIES = (
+    "pip install -c constraints.txt hydra-core>=1.3,<1.4 omegaconf>=2.3,<2.4 rich tensorboard"
+)
+TRITON = (
+    "pip install --no-deps --index-url https://mirrors.huaweicloud.com/ascend/repos/pypi "
+    "triton-ascend==3.2.1"
+)
 REMOVE = "pip uninstall --yes triton triton-ascend"
 
 
@@ -114,7 +137,9 @@ def _script(path: Path, text: str) -> None:
 
 
 class Machine:
-    """A checkout, a python with the given packages, npu-smi, git and CANN, each of which a test can take away."""
+    """A checkout, a python with the given packages, npu-smi, git and CANN, each of which a test can
+    take away.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.checkout, self.site = folder, folder / "checkout", folder / "site"
@@ -137,18 +162,26 @@ class Machine:
         for tool in (*TOOLS, "mkdir"):
             (self.bin / tool).symlink_to(shutil.which(tool) or tool)
         (folder / "pip.py").write_text(PIP)
-        for script in (self.cann.parent / "set_env.sh", self.cann.parents[1] / "nnal" / "atb" / "set_env.sh"):
+        for script in (
+            self.cann.parent / "set_env.sh",
+            self.cann.parents[1] / "nnal" / "atb" / "set_env.sh",
+        ):
             _script(script, SET_ENV)
         self.set_cann("9.0.0")
 
     def set_cann(self, version: str) -> None:
-        _script(self.cann / "aarch64-linux" / "ascend_toolkit_install.info", f"package_name=Ascend-cann-toolkit\nversion={version}\n")
+        _script(
+            self.cann / "aarch64-linux" / "ascend_toolkit_install.info",
+            f"package_name=Ascend-cann-toolkit\nversion={version}\n",
+        )
 
     def install(self, packages: dict[str, str]) -> Machine:
         for name, version in packages.items():
             folder = self.site / f"{name.replace('-', '_')}-{version}.dist-info"
             folder.mkdir()
-            (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+            (folder / "METADATA").write_text(
+                f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+            )
         return self
 
     def packages(self) -> list[str]:
@@ -158,7 +191,13 @@ class Machine:
         """The finished process, and what it called of pip and git."""
         calls = self.folder / "calls"
         calls.write_text("")
-        paths = {"SITE": self.site, "FAKES": self.folder, "CALLS": calls, "REAL_PYTHON": sys.executable, "PATH": self.bin}
+        paths = {
+            "SITE": self.site,
+            "FAKES": self.folder,
+            "CALLS": calls,
+            "REAL_PYTHON": sys.executable,
+            "PATH": self.bin,
+        }
         variables = {
             **{key: str(value) for key, value in paths.items()},
             "ASCEND_TOOLKIT_HOME": str(self.cann),
@@ -166,7 +205,15 @@ class Machine:
             **env,
         }
         command = [str(self.checkout / "install_npu.sh"), *options]
-        done = subprocess.run(command, env=variables, cwd=self.folder, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            command,
+            env=variables,
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
         return done, calls.read_text().splitlines()
 
 
@@ -175,12 +222,21 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-def test_a_vendor_container_gets_the_project_and_what_is_small_and_missing(machine: Machine) -> None:
+def test_a_vendor_container_gets_the_project_and_what_is_small_and_missing(
+    machine: Machine,
+) -> None:
     done, calls = machine.install(VENDOR).run()
     assert done.returncode == 0, done.stdout + done.stderr
     assert calls == [PROJECT, DEPENDENCIES]
-    pinned = "numpy==1.26.4 torch==2.10.0+cpu torch-npu==2.10.0 torchvision==0.25.0 transformers==5.5.4 triton-ascend==3.2.1"
-    assert (machine.folder / "constraints.txt").read_text().split() == [*pinned.split(), "vllm==0.21.0+empty", "vllm-ascend==0.21.0rc1"]
+    pinned = (
+        "numpy==1.26.4 torch==2.10.0+cpu torch-npu==2.10.0 torchvision==0.25.0 transformers==5.5.4 "
+        "triton-ascend==3.2.1"
+    )
+    assert (machine.folder / "constraints.txt").read_text().split() == [
+        *pinned.split(),
+        "vllm==0.21.0+empty",
+        "vllm-ascend==0.21.0rc1",
+    ]
     assert done.stdout.rstrip().splitlines()[-2] == "fits"
     assert not list(machine.folder.glob("tmp.*")), "scratch files are gone"
 
@@ -209,7 +265,10 @@ def test_without_torch_it_refuses_and_says_what_to_do(machine: Machine) -> None:
 
 
 def _engine_calls(fetch: list[str], vllm: str, ascend: str) -> list[str]:
-    indexes = "--extra-index-url https://download.pytorch.org/whl/cpu --extra-index-url https://mirrors.huaweicloud.com/ascend/repos/pypi"
+    indexes = (
+        "--extra-index-url https://download.pytorch.org/whl/cpu --extra-index-url "
+        "https://mirrors.huaweicloud.com/ascend/repos/pypi"
+    )
     install = f"pip install --no-build-isolation -c torch.txt {indexes} -e third_party"
     return [
         "git submodule update --init third_party/vllm third_party/vllm-ascend",
@@ -234,7 +293,11 @@ def test_missing_engines_are_built_in_order(machine: Machine) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     small = "pip install -c constraints.txt jinja2 psutil pyyaml ray>=2.40 safetensors"
     assert calls == [*_engine_calls([], "0.21.0", "0.21.0rc1"), TRITON, PROJECT, small]
-    assert (machine.folder / "torch.txt").read_text().split() == ["torch==2.10.0+cpu", "torch-npu==2.10.0", "transformers==5.5.4"]
+    assert (machine.folder / "torch.txt").read_text().split() == [
+        "torch==2.10.0+cpu",
+        "torch-npu==2.10.0",
+        "transformers==5.5.4",
+    ]
     assert (machine.folder / "build.txt").read_text().split() == ["setuptools>=77"]
     assert not any(name.startswith("triton-") for name in machine.packages())
     assert machine.run()[1] == []
@@ -255,7 +318,9 @@ def test_engines_of_another_row_are_checked_out_by_tag(machine: Machine) -> None
 
 
 def test_engines_that_are_there_are_built_when_asked_for(machine: Machine) -> None:
-    done, calls = machine.install({**VENDOR, **SMALL, "vllm": "0.18.0+empty", "vllm_ascend": "0.18.0"}).run()
+    done, calls = machine.install(
+        {**VENDOR, **SMALL, "vllm": "0.18.0+empty", "vllm_ascend": "0.18.0"}
+    ).run()
     assert (done.returncode, calls) == (1, [])
     assert "vllm 0.18.0+empty has no row" in done.stderr
     assert "./install_npu.sh --engines" in done.stderr
@@ -271,7 +336,9 @@ def test_both_tritons_are_removed_and_the_right_one_comes_back(machine: Machine)
 
 
 def test_a_missing_triton_ascend_comes_from_its_own_index(machine: Machine) -> None:
-    packages = {name: version for name, version in {**VENDOR, **SMALL}.items() if name != "triton_ascend"}
+    packages = {
+        name: version for name, version in {**VENDOR, **SMALL}.items() if name != "triton_ascend"
+    }
     done, calls = machine.install(packages).run()
     assert done.returncode == 0, done.stdout + done.stderr
     assert calls == [TRITON, PROJECT]
@@ -295,7 +362,10 @@ def test_a_pip_that_replaces_torch_is_an_error(machine: Machine) -> None:
     done, calls = machine.install(VENDOR).run(REPLACES="torch")
     assert done.returncode == 1
     assert calls == [PROJECT, DEPENDENCIES]
-    assert "the step 'dependencies' changed torch from torch==2.10.0+cpu torch-npu==2.10.0 to torch==2.11.0" in done.stderr
+    assert (
+        "the step 'dependencies' changed torch from torch==2.10.0+cpu torch-npu==2.10.0 to "
+        "torch==2.11.0" in done.stderr
+    )
     assert "pip install --no-deps torch==2.10.0+cpu torch-npu==2.10.0" in done.stderr
 
 
@@ -308,9 +378,13 @@ def test_a_failed_step_stops_and_the_next_run_begins_with_it(machine: Machine) -
 
 
 @pytest.mark.parametrize(
-    "packages", [VENDOR, TORCH_ONLY, SMALL, {**VENDOR, "triton": "3.5.0"}], ids=["vendor", "engines", "bare", "triton"]
+    "packages",
+    [VENDOR, TORCH_ONLY, SMALL, {**VENDOR, "triton": "3.5.0"}],
+    ids=["vendor", "engines", "bare", "triton"],
 )
-def test_a_dry_run_shows_the_steps_and_changes_nothing(machine: Machine, packages: dict[str, str]) -> None:
+def test_a_dry_run_shows_the_steps_and_changes_nothing(
+    machine: Machine, packages: dict[str, str]
+) -> None:
     before = sorted(machine.install(packages).folder.rglob("*"))
     done, calls = machine.run("--dry-run", SOC_VERSION="ascend910b1")
     assert calls == []
@@ -338,11 +412,17 @@ def test_cann_is_loaded_and_pip_runs_in_the_checkout(machine: Machine) -> None:
     seen = (machine.folder / "seen.json").read_text()
     assert '"ASCEND_PROBE": "loaded"' in seen
     assert f'"cwd": "{machine.checkout}"' in seen
-    assert f"source {machine.cann.parent}/set_env.sh; source {machine.cann.parents[1]}/nnal/atb/set_env.sh;" in done.stdout
+    assert (
+        f"source {machine.cann.parent}/set_env.sh; source "
+        f"{machine.cann.parents[1]}/nnal/atb/set_env.sh;" in done.stdout
+    )
     assert "hijacked" not in done.stdout
 
 
-@pytest.mark.parametrize(("options", "words"), [(["--fast"], "unknown option --fast"), (["--row", "0.22.0"], "invalid choice: '0.22.0'")])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [(["--fast"], "unknown option --fast"), (["--row", "0.22.0"], "invalid choice: '0.22.0'")],
+)
 def test_wrong_options_are_named(machine: Machine, options: list[str], words: str) -> None:
     done, calls = machine.install(VENDOR).run(*options)
     assert done.returncode != 0
@@ -368,6 +448,10 @@ def test_shell_scripts_are_clean(script: Path) -> None:
     shellcheck = shutil.which("shellcheck", path=path)
     assert shellcheck, "shellcheck is missing: make install"
     done = subprocess.run(
-        [shellcheck, "--external-sources", "--source-path=SCRIPTDIR", str(script)], capture_output=True, text=True, timeout=60, check=False
+        [shellcheck, "--external-sources", "--source-path=SCRIPTDIR", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert done.returncode == 0, done.stdout

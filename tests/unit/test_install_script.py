@@ -1,4 +1,6 @@
-"""scripts/install.sh against a scripted interpreter: what it asks pip for, and when it does nothing."""
+"""scripts/install.sh against a scripted interpreter: what it asks pip for, and when it does
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# Plays a virtual environment's python: notes its arguments, and fails where the variables below say so.
+# Plays a virtual environment's python: notes its arguments, and fails where the variables below say
+# so.
 FAKE_PYTHON = """\
 #!/usr/bin/env bash
 echo "$*" >>"$CALLS"
@@ -36,12 +39,25 @@ class Installer:
             (self.venv / "bin" / name).write_text(FAKE_PYTHON)
             (self.venv / "bin" / name).chmod(0o755)
 
-    def run(self, extras: str = "cpu,test", **env: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    def run(
+        self, extras: str = "cpu,test", **env: str
+    ) -> tuple[subprocess.CompletedProcess[str], list[str]]:
         """The finished process, and the calls of the interpreter in it."""
         self._calls.write_text("")
-        command = [str(ROOT / "scripts" / "install.sh"), "--venv", str(self.venv), "--extras", extras]
+        command = [
+            str(ROOT / "scripts" / "install.sh"),
+            "--venv",
+            str(self.venv),
+            "--extras",
+            extras,
+        ]
         done = subprocess.run(
-            command, env={**os.environ, **env, "CALLS": str(self._calls)}, capture_output=True, text=True, timeout=60, check=False
+            command,
+            env={**os.environ, **env, "CALLS": str(self._calls)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
         return done, self._calls.read_text().splitlines()
 
@@ -81,7 +97,9 @@ def test_only_builds_that_do_not_import_are_removed(installer: Installer) -> Non
 
 
 def test_an_index_without_cpu_torch_falls_back_to_pytorchs_own(installer: Installer) -> None:
-    done, calls = installer.run(PIP_ERROR="ERROR: No matching distribution found for torch==2.13.0+cpu")
+    done, calls = installer.run(
+        PIP_ERROR="ERROR: No matching distribution found for torch==2.13.0+cpu"
+    )
     assert done.returncode == 0, done.stderr
     first, second = _installs(calls)
     assert "--extra-index-url" not in first
@@ -90,9 +108,14 @@ def test_an_index_without_cpu_torch_falls_back_to_pytorchs_own(installer: Instal
 
 @pytest.mark.parametrize(
     ("extras", "error"),
-    [("cpu,test", "ERROR: No space left on device"), ("cuda", "ERROR: No matching distribution found for torch==2.13.0+cpu")],
+    [
+        ("cpu,test", "ERROR: No space left on device"),
+        ("cuda", "ERROR: No matching distribution found for torch==2.13.0+cpu"),
+    ],
 )
-def test_other_failures_are_shown_and_leave_no_stamp(installer: Installer, extras: str, error: str) -> None:
+def test_other_failures_are_shown_and_leave_no_stamp(
+    installer: Installer, extras: str, error: str
+) -> None:
     done, calls = installer.run(extras=extras, PIP_ERROR=error)
     assert done.returncode == 1
     assert error in done.stderr
@@ -107,7 +130,14 @@ def test_an_unsupported_python_is_named(installer: Installer, tmp_path: Path) ->
     assert str(installer.venv) in done.stderr
     assert "3.10 to 3.12" in done.stderr
     command = [str(ROOT / "scripts" / "install.sh"), "--venv", str(tmp_path / "fresh")]
-    done = subprocess.run(command, env={**os.environ, "PYTHON": "no-such-python"}, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command,
+        env={**os.environ, "PYTHON": "no-such-python"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 1
     assert "tried: no-such-python" in done.stderr
     assert not (tmp_path / "fresh").exists()

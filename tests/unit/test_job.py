@@ -22,18 +22,32 @@ from verl_opd.training.checkpoint import CheckpointStore
 def cfg(tiny_llama_dir: Path, tmp_path: Path) -> Config:
     (tmp_path / "train.jsonl").write_text('{"prompt": "say one"}\n')
     cfg = Config()
-    cfg.target.path, cfg.data.train_files, cfg.trainer.device = str(tiny_llama_dir), [str(tmp_path / "train.jsonl")], "cpu"
-    cfg.draft.mask_token_id, cfg.draft.target_layer_ids, cfg.rollout.num_speculative_tokens = MASK_TOKEN_ID, [0, 2, 5], 3
+    cfg.target.path, cfg.data.train_files, cfg.trainer.device = (
+        str(tiny_llama_dir),
+        [str(tmp_path / "train.jsonl")],
+        "cpu",
+    )
+    cfg.draft.mask_token_id, cfg.draft.target_layer_ids, cfg.rollout.num_speculative_tokens = (
+        MASK_TOKEN_ID,
+        [0, 2, 5],
+        3,
+    )
     return cfg
 
 
 def test_a_draft_remembers_its_template_mode_and_another_one_is_noted(cfg: Config, tmp_path: Path):
-    """A7: a draft trained on thinking text loses most of its acceptance without it, and nobody remembers which it was."""
+    """A7: a draft trained on thinking text loses most of its acceptance without it, and nobody
+    remembers which it was.
+    """
     cfg.data.apply_chat_template_kwargs = {"enable_thinking": False}
     first = prepare(cfg)
     assert first.notes == []
     family = get_family("dflash")
-    family.save_pretrained(family.build(first.draft_config, seed=0, init_std=0.02).state_dict(), first.draft_config, tmp_path / "draft")
+    family.save_pretrained(
+        family.build(first.draft_config, seed=0, init_std=0.02).state_dict(),
+        first.draft_config,
+        tmp_path / "draft",
+    )
     written = json.loads((tmp_path / "draft" / "config.json").read_text())
     assert written["verl_opd"] == {"apply_chat_template_kwargs": {"enable_thinking": False}}
 
@@ -59,12 +73,18 @@ def test_teachers_need_the_targets_vocabulary(cfg: Config, tiny_qwen3_dir: Path,
     (foreign / "tokenizer.json").write_text(json.dumps(tokenizer))
     save_file({}, foreign / "model.safetensors")
     cfg.teacher.models = {"other": str(foreign)}
-    with pytest.raises(ValueError, match=r"teacher.models.other=.* has another vocabulary than the target .*something_else"):
+    with pytest.raises(
+        ValueError,
+        match=r"teacher.models.other=.* has another vocabulary than the target .*something_else",
+    ):
         prepare(cfg)
 
 
 def conversations(path: Path, *answers: str) -> str:
-    rows = [{"messages": [{"from": "human", "value": "say"}, {"from": "gpt", "value": answer}]} for answer in answers]
+    rows = [
+        {"messages": [{"from": "human", "value": "say"}, {"from": "gpt", "value": answer}]}
+        for answer in answers
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
@@ -72,23 +92,35 @@ def conversations(path: Path, *answers: str) -> str:
 def checkpoint(store: CheckpointStore, job: Job, at: Position, **progress: int) -> Path:
     """One at this position, as the loop writes it."""
     store.begin(1)
-    state = {"progress": Progress(**progress).state(), "data": at.loader.state(), "identity": job.identity}
+    state = {
+        "progress": Progress(**progress).state(),
+        "data": at.loader.state(),
+        "identity": job.identity,
+    }
     given = None if at.conversations is None else at.conversations.state()
     return store.commit(1, {**state, "conversations": given})
 
 
-def test_warm_up_on_conversations_goes_on_where_it_was_and_other_ones_are_refused(cfg: Config, tmp_path: Path):
-    """G1, G5: the same conversations in the same order; another file, or none, only once warm-up is done with them."""
+def test_warm_up_on_conversations_goes_on_where_it_was_and_other_ones_are_refused(
+    cfg: Config, tmp_path: Path
+):
+    """G1, G5: the same conversations in the same order; another file, or none, only once warm-up is
+    done with them.
+    """
     cfg.data.train_batch_size, cfg.warmup.samples_per_update, cfg.trainer.warmup_steps = 1, 1, 4
     cfg.warmup.files = [conversations(tmp_path / "a.jsonl", "one", "two", "three", "four", "five")]
     job, store = prepare(cfg), CheckpointStore(tmp_path / "run", keep_last=1)
     whole, at = _position(job, store, None), _position(job, store, None)
     assert "5 conversations (5 rows read" in at.given
     order = [sample.sample_id for _ in range(5) for sample in whole.conversations.next_batch()]
-    assert [sample.sample_id for _ in range(3) for sample in at.conversations.next_batch()] == order[:3]
+    assert [
+        sample.sample_id for _ in range(3) for sample in at.conversations.next_batch()
+    ] == order[:3]
     saved = checkpoint(store, job, at, warmup_step=3)
     resumed = _position(job, store, saved)
-    assert [sample.sample_id for _ in range(2) for sample in resumed.conversations.next_batch()] == order[3:]
+    assert [
+        sample.sample_id for _ in range(2) for sample in resumed.conversations.next_batch()
+    ] == order[3:]
 
     cfg.warmup.files = [conversations(tmp_path / "b.jsonl", "one", "two", "three", "four", "six")]
     with pytest.raises(ConfigError, match="other data settings"):

@@ -12,17 +12,31 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 LAUNCHERS = sorted(path.name for path in (ROOT / "examples").glob("*.sh") if path.name != "lib.sh")
-OFFLINE = {"HF_HUB_OFFLINE": "1", "DRY_RUN": "1", "PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "COLUMNS": "160"}
-NEEDED = {"multi_node.sh": {"RAY_ADDRESS": "10.0.0.1:6379", "RUN_DIR": "/shared/run", "NNODES": "2"}}
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "DRY_RUN": "1",
+    "PYTHON": sys.executable,
+    "PYTHONPATH": str(ROOT),
+    "COLUMNS": "160",
+}
+NEEDED = {
+    "multi_node.sh": {"RAY_ADDRESS": "10.0.0.1:6379", "RUN_DIR": "/shared/run", "NNODES": "2"}
+}
 
 
 @pytest.fixture(scope="module")
-def dry_runs(tmp_path_factory: pytest.TempPathFactory, tiny_llama_dir: Path) -> dict[str, subprocess.CompletedProcess[str]]:
-    """All launchers at once, each with a prompt file and with trainer.seed=7 as an override of the caller's."""
+def dry_runs(
+    tmp_path_factory: pytest.TempPathFactory, tiny_llama_dir: Path
+) -> dict[str, subprocess.CompletedProcess[str]]:
+    """All launchers at once, each with a prompt file and with trainer.seed=7 as an override of the
+    caller's.
+    """
     folder = tmp_path_factory.mktemp("launchers")
     prompts, chats = folder / "prompts.jsonl", folder / "chats.jsonl"
     prompts.write_text('{"prompt": "x"}\n')
-    chats.write_text('{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}\n')
+    chats.write_text(
+        '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}\n'
+    )
     started = {}
     for name in LAUNCHERS:
         files = {"TRAIN_FILES": str(prompts), "SFT_FILES": str(chats)}
@@ -31,8 +45,13 @@ def dry_runs(tmp_path_factory: pytest.TempPathFactory, tiny_llama_dir: Path) -> 
             files["MODEL_PATH"] = str(tiny_llama_dir)
             command.append("draft.target_layer_ids=[0,2,5]")
         env = {**os.environ, **OFFLINE, **files, **NEEDED.get(name, {})}
-        started[name] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
-    return {name: subprocess.CompletedProcess(name, *_finish(process)) for name, process in started.items()}
+        started[name] = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+        )
+    return {
+        name: subprocess.CompletedProcess(name, *_finish(process))
+        for name, process in started.items()
+    }
 
 
 def _finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
@@ -45,7 +64,9 @@ def config_of(done: subprocess.CompletedProcess[str]) -> dict:
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)
-def test_a_dry_run_shows_configuration_and_placement(name: str, dry_runs: dict[str, subprocess.CompletedProcess[str]]) -> None:
+def test_a_dry_run_shows_configuration_and_placement(
+    name: str, dry_runs: dict[str, subprocess.CompletedProcess[str]]
+) -> None:
     done = dry_runs[name]
     assert done.returncode == 0, done.stderr
     cfg = config_of(done)
@@ -54,11 +75,21 @@ def test_a_dry_run_shows_configuration_and_placement(name: str, dry_runs: dict[s
     assert ("environment of the actors" in done.stdout) == (cfg["trainer"]["device"] == "npu")
 
 
-def test_the_16_card_node_is_laid_out_as_published(dry_runs: dict[str, subprocess.CompletedProcess[str]]) -> None:
+def test_the_16_card_node_is_laid_out_as_published(
+    dry_runs: dict[str, subprocess.CompletedProcess[str]],
+) -> None:
     cfg = config_of(dry_runs["npu_16card_a3.sh"])
-    assert (cfg["trainer"]["n_student_workers"], cfg["teacher"]["replicas"], cfg["data"]["train_batch_size"]) == (14, 2, 28)
+    assert (
+        cfg["trainer"]["n_student_workers"],
+        cfg["teacher"]["replicas"],
+        cfg["data"]["train_batch_size"],
+    ) == (14, 2, 28)
     assert (cfg["rollout"]["num_speculative_tokens"], cfg["draft"]["block_size"]) == (7, 8)
-    assert (cfg["opd"]["max_response_anchors"], cfg["training"]["attention"], cfg["training"]["gradient_checkpointing"]) == (
+    assert (
+        cfg["opd"]["max_response_anchors"],
+        cfg["training"]["attention"],
+        cfg["training"]["gradient_checkpointing"],
+    ) == (
         186,
         "sdpa",
         True,
@@ -90,7 +121,8 @@ def test_the_names_that_users_know_reach_their_keys(tmp_path: Path) -> None:
         "DFLASH_MAX_RESPONSE_ANCHORS": "9",
         "ROLLOUT_ENFORCE_EAGER": "False",
         "GRADIENT_CHECKPOINTING": "False",
-        "VLLM_COMPILATION_CONFIG": '{"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [4, 8]}',
+        "VLLM_COMPILATION_CONFIG": '{"cudagraph_mode": "PIECEWISE", '
+        '"cudagraph_capture_sizes": [4, 8]}',
     }
     done = subprocess.run(
         [str(ROOT / "examples" / "npu_8card_a2.sh")],
@@ -103,9 +135,17 @@ def test_the_names_that_users_know_reach_their_keys(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     cfg = config_of(done)
     assert cfg["data"]["train_files"] == [str(prompts)] * 2
-    assert (cfg["trainer"]["n_student_workers"], cfg["teacher"]["replicas"], cfg["data"]["train_batch_size"]) == (6, 1, 12)
+    assert (
+        cfg["trainer"]["n_student_workers"],
+        cfg["teacher"]["replicas"],
+        cfg["data"]["train_batch_size"],
+    ) == (6, 1, 12)
     assert (cfg["rollout"]["num_speculative_tokens"], cfg["draft"]["block_size"]) == (3, 4)
-    assert (cfg["data"]["max_prompt_length"], cfg["data"]["max_response_length"], cfg["optim"]["lr"]) == (100, 200, 1e-5)
+    assert (
+        cfg["data"]["max_prompt_length"],
+        cfg["data"]["max_response_length"],
+        cfg["optim"]["lr"],
+    ) == (100, 200, 1e-5)
     assert (cfg["opd"]["max_response_anchors"], cfg["rollout"]["enforce_eager"]) == (9, False)
     assert cfg["training"]["gradient_checkpointing"] is False
     assert cfg["rollout"]["engine_kwargs"]["compilation_config"] == names["VLLM_COMPILATION_CONFIG"]
@@ -115,13 +155,24 @@ def test_the_names_that_users_know_reach_their_keys(tmp_path: Path) -> None:
 def test_several_nodes_need_to_know_where_to_meet(name: str) -> None:
     env = {**os.environ, **OFFLINE, **NEEDED["multi_node.sh"]}
     env.pop(name)
-    done = subprocess.run([str(ROOT / "examples" / "multi_node.sh")], env=env, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [str(ROOT / "examples" / "multi_node.sh")],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode != 0
     assert name in done.stderr
 
 
 def test_launchers_end_nothing_and_hold_no_path() -> None:
-    """L1: a launcher that ends every Python process of the machine, or knows one cluster's folders."""
+    """L1: a launcher that ends every Python process of the machine, or knows one
+    cluster's folders.
+    """
     for path in (ROOT / "examples").glob("*.sh"):
         text = path.read_text()
-        assert not any(word in text for word in ("kill", "ray stop", "/home/", "/mnt/", "/data/")), path.name
+        assert not any(
+            word in text for word in ("kill", "ray stop", "/home/", "/mnt/", "/data/")
+        ), path.name

@@ -12,8 +12,17 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
-    "command", [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]], ids=["check", "format", "types"]
+    "command",
+    [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]],
+    ids=["check", "format", "types"],
 )
 def test_lint(command: list[str]) -> None:
-    done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", *command],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr

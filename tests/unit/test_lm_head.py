@@ -27,7 +27,9 @@ def test_slot_logprobs_and_gradient_equal_full_float64_logits(problem, chunk):
     expected.backward(grad.double())
     torch.testing.assert_close(values.double(), expected.detach(), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(ours.grad.double(), reference.grad, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(label_logprobs(rows[index], weight, labels, chunk), values.detach(), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        label_logprobs(rows[index], weight, labels, chunk), values.detach(), atol=1e-6, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("chunk", [2, 9])
@@ -69,7 +71,9 @@ def test_no_entries_give_an_empty_differentiable_result(problem):
 
 @pytest.mark.parametrize("name", FULL_VOCABULARY)
 @pytest.mark.parametrize("distance", [1.0, 0.01])
-def test_every_divergence_through_the_head_equals_plain_autograd_in_float64(problem, name, distance):
+def test_every_divergence_through_the_head_equals_plain_autograd_in_float64(
+    problem, name, distance
+):
     rows, weight, _, _ = problem
     teacher = rows + distance * torch.randn_like(rows)
     ours = rows.clone().requires_grad_()
@@ -77,7 +81,10 @@ def test_every_divergence_through_the_head_equals_plain_autograd_in_float64(prob
     values = row_loss(ours, weight, against_target(FULL_VOCABULARY[name], weight), 4, teacher)[:, 0]
     values.backward(grad)
     reference = rows.double().clone().requires_grad_()
-    p, q = torch.softmax(teacher.double() @ weight.double().T, 1), torch.softmax(reference @ weight.double().T, 1)
+    p, q = (
+        torch.softmax(teacher.double() @ weight.double().T, 1),
+        torch.softmax(reference @ weight.double().T, 1),
+    )
     kl, overlap = (p * (p / q).log()).sum(1), torch.minimum(p, q).sum(1)
     w = (-3 * overlap.detach()).exp()
     expected = {

@@ -1,4 +1,6 @@
-"""The loop's own small decisions: when something is due, and how a rollout batch becomes optimiser steps."""
+"""The loop's own small decisions: when something is due, and how a rollout batch becomes optimiser
+steps.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,19 @@ from verl_opd.opd.trace import VerifyTrace
 
 @pytest.mark.parametrize(
     ("every", "step", "rollouts", "expected"),
-    [(-1, 10, 1, False), (5, 5, 1, True), (5, 6, 1, False), (5, 10, 10, True), (25, 30, 10, True), (25, 40, 10, False), (7, 7, 10, True)],
+    [
+        (-1, 10, 1, False),
+        (5, 5, 1, True),
+        (5, 6, 1, False),
+        (5, 10, 10, True),
+        (25, 30, 10, True),
+        (25, 40, 10, False),
+        (7, 7, 10, True),
+    ],
 )
-def test_a_frequency_that_no_update_step_hits_exactly_still_counts(every: int, step: int, rollouts: int, expected: bool):
+def test_a_frequency_that_no_update_step_hits_exactly_still_counts(
+    every: int, step: int, rollouts: int, expected: bool
+):
     assert due(every, step, rollouts) is expected
 
 
@@ -54,7 +66,9 @@ class Quiet:
     [(6, 4, []), (6, 2, ["after_opd"]), (3, 0, ["after_warmup", "after_opd"])],
     ids=["nothing left", "OPD made longer", "warm-up made longer"],
 )
-def test_a_phase_that_trains_again_is_measured_again(warmup_done: int, opd_done: int, expected: list[str]):
+def test_a_phase_that_trains_again_is_measured_again(
+    warmup_done: int, opd_done: int, expected: list[str]
+):
     """A finished run continued with more steps must not report the result of the shorter one."""
     measured: list[str] = []
     results = {"before": [], "after_warmup": [], "after_opd": []}
@@ -91,7 +105,9 @@ def test_engines_sleep_only_before_an_update(accumulate: int, steps: int, sleeps
     actions: list[str] = []
     cfg = Config()
     cfg.trainer.update_accumulation_steps = accumulate
-    sample = SimpleNamespace(prompt_ids=(1,), response_ids=(2,), trace=VerifyTrace(1, ()), finish_reason="stop")
+    sample = SimpleNamespace(
+        prompt_ids=(1,), response_ids=(2,), trace=VerifyTrace(1, ()), finish_reason="stop"
+    )
     loop = SimpleNamespace(
         cfg=cfg,
         total_steps=steps,
@@ -114,7 +130,9 @@ def test_engines_sleep_only_before_an_update(accumulate: int, steps: int, sleeps
 
 @pytest.mark.parametrize("measured", [True, False])
 def test_a_step_is_logged_before_a_checkpoint_holds_it(measured: bool):
-    """A process that dies while a checkpoint is written must not take a step's measurements along: the step would never run again."""
+    """A process that dies while a checkpoint is written must not take a step's measurements along:
+    the step would never run again.
+    """
     actions: list[str] = []
     cfg = Config()
     cfg.trainer.save_freq, cfg.trainer.test_freq = 2, 4 if measured else -1

@@ -1,4 +1,6 @@
-"""Blocks as chains: which states they hold, what the target has read there, and the end-to-end loss."""
+"""Blocks as chains: which states they hold, what the target has read there, and the end-to-end
+loss.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,18 @@ from verl_opd.opd.plan import TrainItem, plan_opd
 
 
 def worked_item() -> TrainItem:
-    sample = worked_sample()  # prompt 1..5, response 10..17, blocks at 0 (1 accepted), 2 (all), 6 (none) with 3 proposals
+    sample = (
+        worked_sample()
+    )  # prompt 1..5, response 10..17, blocks at 0 (1 accepted), 2 (all), 6 (none) with 3 proposals
     return TrainItem("x", sample.prompt_ids, sample.response_ids, plan_opd(sample, block_size=4))
 
 
 def test_positions_of_the_worked_example() -> None:
-    assert chain_offsets(worked_item().plan) == [([1, 2, 3], [2, 3]), ([1, 2, 3], []), ([1, 2, 3], [1, 2, 3])]
+    assert chain_offsets(worked_item().plan) == [
+        ([1, 2, 3], [2, 3]),
+        ([1, 2, 3], []),
+        ([1, 2, 3], [1, 2, 3]),
+    ]
     chains = build_chains([worked_item()], 13)
     assert chains.count == 3
     assert chains.block.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
@@ -27,8 +35,12 @@ def test_positions_of_the_worked_example() -> None:
     assert chains.slot.tolist() == [1, 2, 3, 5, 6, 7, 9, 10, 11]
     # prompt and response up to the first refused proposal, then the refused ones but the last
     assert chains.branch_lengths.tolist() == [5 + 2 + 1, 5 + 7 + 2]
-    assert chains.branch_ids.tolist() == [[1, 2, 3, 4, 5, 10, 11, 902, *[0] * 6], [1, 2, 3, 4, 5, 10, 11, 12, 13, 14, 15, 16, 931, 932]]
-    # a row scores the token behind it: block 0 reads 10, 11 from the response, then 902 from branch 0; block 2 reads 16, then 931 and 932
+    assert chains.branch_ids.tolist() == [
+        [1, 2, 3, 4, 5, 10, 11, 902, *[0] * 6],
+        [1, 2, 3, 4, 5, 10, 11, 12, 13, 14, 15, 16, 931, 932],
+    ]
+    # a row scores the token behind it: block 0 reads 10, 11 from the response, then 902 from branch
+    # 0; block 2 reads 16, then 931 and 932
     assert chains.row.tolist() == [5, 6, 13 + 7, 7, 8, 9, 11, 13 + 14 + 12, 13 + 14 + 13]
 
 
@@ -41,7 +53,9 @@ def test_every_row_has_read_what_the_draft_had(rollout: Rollout) -> None:
     ids = sample.prompt_ids + sample.response_ids
     chains = build_chains([item], len(ids))
     rows = [ids[: i + 1] for i in range(len(ids))]
-    rows += [tuple(branch[: i + 1]) for branch in chains.branch_ids.tolist() for i in range(len(branch))]
+    rows += [
+        tuple(branch[: i + 1]) for branch in chains.branch_ids.tolist() for i in range(len(branch))
+    ]
     drafted = {step.anchor: step.drafted for step in sample.trace.steps}
     for slot, row in zip(chains.slot.tolist(), chains.row.tolist(), strict=True):
         block, offset = divmod(slot, plan.block_size)
@@ -52,7 +66,13 @@ def test_every_row_has_read_what_the_draft_had(rollout: Rollout) -> None:
 
 
 def test_a_gap_in_a_refused_suffix_is_refused() -> None:
-    plan = replace(worked_item().plan, refused_block=(0, 0), refused_offset=(1, 3), refused_token=(1, 2), refused_logprob=(0.0, 0.0))
+    plan = replace(
+        worked_item().plan,
+        refused_block=(0, 0),
+        refused_offset=(1, 3),
+        refused_token=(1, 2),
+        refused_logprob=(0.0, 0.0),
+    )
     with pytest.raises(ValueError, match=r"\[1, 3\] of the block at anchor 0 have a gap"):
         chain_offsets(plan)
 
@@ -77,7 +97,10 @@ def test_the_gradient_against_float64() -> None:
     loss.sum().backward()
     wide = tv.detach().double().requires_grad_()
     blocks = [wide[:3], wide[3:5], wide[5:]]
-    reference = sum(1 - sum((1 - block[: k + 1]).prod() for k in range(len(block))) / len(block) for block in blocks)
+    reference = sum(
+        1 - sum((1 - block[: k + 1]).prod() for k in range(len(block))) / len(block)
+        for block in blocks
+    )
     reference.backward()
     torch.testing.assert_close(tv.grad.double(), wide.grad, atol=1e-6, rtol=1e-5)
 

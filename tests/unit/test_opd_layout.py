@@ -21,7 +21,12 @@ def worked_item(**choices: str) -> TrainItem:
 
 def empty_item(length: int, blocks: int = 0, name: str = "0-0") -> TrainItem:
     """A sample of `length` tokens and `blocks` blocks of four slots that supervises nothing."""
-    return TrainItem(name, (1,), tuple(range(length - 1)), BlockPlan(4, tuple(range(blocks)), (), (), (), (), (), (), ()))
+    return TrainItem(
+        name,
+        (1,),
+        tuple(range(length - 1)),
+        BlockPlan(4, tuple(range(blocks)), (), (), (), (), (), (), ()),
+    )
 
 
 def test_worked_example_by_hand():
@@ -66,7 +71,15 @@ def test_padding_of_samples_and_blocks():
     assert layout.anchors.tolist() == [[1, 0, 0], [5, 7, 11]]
     assert layout.block_keep.tolist() == [[True, False, False], [True, True, True]]
     assert layout.response.sample.tolist() == [0] + [1] * 6
-    assert layout.response.slot.tolist() == [1, 1, 2, 5, 6, 7, 9]  # per sample, not flat over the batch
+    assert layout.response.slot.tolist() == [
+        1,
+        1,
+        2,
+        5,
+        6,
+        7,
+        9,
+    ]  # per sample, not flat over the batch
     assert layout.response.target_row.tolist() == [1, 5, 6, 7, 8, 9, 11]
     assert layout.refused.sample.tolist() == [0, 0, 0] + [1] * 5
 
@@ -79,7 +92,9 @@ def test_a_sample_without_blocks_still_has_one_dropped_block():
 
 def test_one_token_prompt_can_anchor_the_first_block_of_the_upstream_convention():
     sample = make_sample([(0, [9], [-1.0])], [20, 21], prompt=[7])
-    layout = build_layout([train_item(sample, plan_opd(sample, block_size=3, convention="draft_opd"))])
+    layout = build_layout(
+        [train_item(sample, plan_opd(sample, block_size=3, convention="draft_opd"))]
+    )
     assert layout.anchors.tolist() == [[0, 1]]
     assert layout.response.target_row.tolist() == [0, 1]
 
@@ -98,10 +113,17 @@ def test_an_anchor_before_the_last_prompt_token_is_refused():
     ("change", "message"),
     [
         ({"anchors": (0, 2, 7)}, "nothing follows anchor 7 in a response of 8 tokens"),
-        ({"response_offset": (1, 2, 1, 2, 4, 1)}, "block 1, offset 4 has no slot among 3 blocks of 4"),
+        (
+            {"response_offset": (1, 2, 1, 2, 4, 1)},
+            "block 1, offset 4 has no slot among 3 blocks of 4",
+        ),
         ({"response_offset": (0, 2, 1, 2, 3, 1)}, "block 0, offset 0 has no slot"),
         ({"refused_block": (0, 0, 2, 2, 3)}, "block 3, offset 3 has no slot"),
-        ({"anchors": (1, 2, 6)}, "anchor 1, offset 1 is labelled 11, but the sequence of 13 tokens does not hold it at 7"),
+        (
+            {"anchors": (1, 2, 6)},
+            "anchor 1, offset 1 is labelled 11, but the sequence of 13 tokens does not hold it at "
+            "7",
+        ),
         ({"response_offset": (1, 2, 1, 2, 3, 2)}, "anchor 6, offset 2 is labelled 17, .* at 13"),
         ({"refused_logprob": (-1.0,)}, "5 refused tokens came with 1 target log-probs"),
     ],
@@ -118,10 +140,17 @@ def test_one_micro_batch_has_one_block_size():
         build_layout([worked_item(), other])
 
 
-@given(st.lists(rollouts(), min_size=1, max_size=4), st.integers(2, 6), st.sampled_from(["exact", "draft_opd"]))
+@given(
+    st.lists(rollouts(), min_size=1, max_size=4),
+    st.integers(2, 6),
+    st.sampled_from(["exact", "draft_opd"]),
+)
 @UNHURRIED
 def test_every_entry_points_at_its_token(batch: list[Rollout], block_size: int, convention: str):
-    items = [train_item(r.sample, plan_opd(r.sample, block_size=block_size, convention=convention)) for r in batch]
+    items = [
+        train_item(r.sample, plan_opd(r.sample, block_size=block_size, convention=convention))
+        for r in batch
+    ]
     layout = build_layout(items)
     for stream in (layout.response, layout.refused):
         assert torch.equal(stream.slot % block_size, stream.offset)
@@ -133,8 +162,12 @@ def test_every_entry_points_at_its_token(batch: list[Rollout], block_size: int, 
     assert bool((position < layout.lengths[stream.sample]).all())
     stream = layout.refused
     prompt = torch.tensor([len(item.prompt_ids) for item in items])[stream.sample]
-    response_position = layout.anchors[stream.sample, stream.slot // block_size] + stream.offset - prompt
-    assert torch.equal(stream.token, 900 + response_position)  # how the random rollouts number refused tokens
+    response_position = (
+        layout.anchors[stream.sample, stream.slot // block_size] + stream.offset - prompt
+    )
+    assert torch.equal(
+        stream.token, 900 + response_position
+    )  # how the random rollouts number refused tokens
 
 
 def padded_cost(batch: list[TrainItem]) -> int:
@@ -149,7 +182,12 @@ def test_cost_counts_context_and_slots():
 
 def test_micro_batches_by_hand():
     # costs 30 + 8 = 38, 10 + 24 = 34, 10 + 4 = 14, 5 + 4 = 9
-    long, wide, small, tiny = empty_item(30, 2, "a"), empty_item(10, 6, "b"), empty_item(10, 1, "c"), empty_item(5, 1, "d")
+    long, wide, small, tiny = (
+        empty_item(30, 2, "a"),
+        empty_item(10, 6, "b"),
+        empty_item(10, 1, "c"),
+        empty_item(5, 1, "d"),
+    )
     # long and wide together pad to 2 * (30 + 24) = 108
     assert split_micro_batches([tiny, small, wide, long], 108) == [[long, wide], [small, tiny]]
     assert split_micro_batches([tiny, small, wide, long], 107) == [[long], [wide, small, tiny]]
@@ -157,12 +195,21 @@ def test_micro_batches_by_hand():
     assert split_micro_batches([], 10) == []
 
 
-@given(st.lists(st.tuples(st.integers(2, 40), st.integers(0, 8)), max_size=12), st.integers(1, 200), st.randoms())
+@given(
+    st.lists(st.tuples(st.integers(2, 40), st.integers(0, 8)), max_size=12),
+    st.integers(1, 200),
+    st.randoms(),
+)
 @UNHURRIED
 def test_micro_batches_hold_every_sample_once_within_the_budget(shapes, budget, random):
-    items = [empty_item(length, min(blocks, length - 2), f"0-{i}") for i, (length, blocks) in enumerate(shapes)]
+    items = [
+        empty_item(length, min(blocks, length - 2), f"0-{i}")
+        for i, (length, blocks) in enumerate(shapes)
+    ]
     batches = split_micro_batches(items, budget)
-    assert sorted(item.sample_id for batch in batches for item in batch) == sorted(item.sample_id for item in items)
+    assert sorted(item.sample_id for batch in batches for item in batch) == sorted(
+        item.sample_id for item in items
+    )
     assert all(padded_cost(batch) <= budget or len(batch) == 1 for batch in batches)
     assert all(padded_cost([item]) == cost(item) for item in items)
     shuffled = items[:]
@@ -172,7 +219,14 @@ def test_micro_batches_hold_every_sample_once_within_the_budget(shapes, budget, 
 
 def test_warmup_blocks_lay_out_as_well():
     sample = make_sample([], range(100, 106), prompt=[1, 2])
-    layout = build_layout([train_item(sample, plan_warmup(sample, block_size=3, anchors_per_sample=9, rng=item_rng(0, 0, "a")))])
+    layout = build_layout(
+        [
+            train_item(
+                sample,
+                plan_warmup(sample, block_size=3, anchors_per_sample=9, rng=item_rng(0, 0, "a")),
+            )
+        ]
+    )
     assert layout.anchors.tolist() == [[2, 3, 4, 5, 6]]
     assert layout.response.target_row.tolist() == [2, 3, 3, 4, 4, 5, 5, 6, 6]
     assert layout.response.token.tolist() == [101, 102, 102, 103, 103, 104, 104, 105, 105]

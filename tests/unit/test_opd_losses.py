@@ -27,7 +27,7 @@ from verl_opd.opd.metrics import StepMetrics, reduce_metrics
 from verl_opd.opd.plan import TrainItem, plan_opd
 from verl_opd.training.lm_head import against_target, row_loss
 
-# -- divergences ---------------------------------------------------------------------------------------------------------------------
+# -- divergences -----------------------------------------------------------------------------------
 
 
 def value_and_slope(function, student, teacher, **kwargs):
@@ -74,7 +74,9 @@ def test_k3_by_hand():
     assert slopes[0] == pytest.approx(-1.0, abs=1e-6)
 
 
-@pytest.mark.parametrize(("function", "reference"), [(bernoulli_forward_kl, reference_bernoulli), (k3, reference_k3)])
+@pytest.mark.parametrize(
+    ("function", "reference"), [(bernoulli_forward_kl, reference_bernoulli), (k3, reference_k3)]
+)
 @pytest.mark.parametrize(("pairs", "absolute"), [(FAR, 0.0), (NEAR, 3e-7)])
 def test_divergences_and_gradients_against_float64(function, reference, pairs, absolute):
     # round the inputs first, so that only the arithmetic is compared
@@ -84,7 +86,9 @@ def test_divergences_and_gradients_against_float64(function, reference, pairs, a
     inside = expected < (10 if function is k3 else np.inf)
     values, slopes = value_and_slope(function, s, t)
     np.testing.assert_allclose(values[inside], expected[inside], rtol=2e-4, atol=absolute)
-    np.testing.assert_allclose(slopes[inside], central_difference(reference, s, t)[inside], rtol=2e-3, atol=1e-5)
+    np.testing.assert_allclose(
+        slopes[inside], central_difference(reference, s, t)[inside], rtol=2e-3, atol=1e-5
+    )
     np.testing.assert_array_equal(values[~inside], 10.0)
     np.testing.assert_array_equal(slopes[~inside], 0.0)
 
@@ -102,11 +106,15 @@ def test_a_nearly_certain_token_keeps_its_relative_precision():
     s32, t32 = float(np.float32(s)), float(np.float32(t))
     values, _ = value_and_slope(bernoulli_forward_kl, [s], [t])
     p, miss_p, miss_q = math.exp(t32), -math.expm1(t32), -math.expm1(s32)
-    assert values[0] == pytest.approx(p * (t32 - s32) + miss_p * math.log(miss_p / miss_q), rel=1e-3)
+    assert values[0] == pytest.approx(
+        p * (t32 - s32) + miss_p * math.log(miss_p / miss_q), rel=1e-3
+    )
 
 
 def test_certain_and_impossible_log_probs_stay_finite():
-    values, slopes = value_and_slope(bernoulli_forward_kl, [0.0, -200.0, 0.0, -math.inf], [-200.0, 0.0, 0.0, -1.0])
+    values, slopes = value_and_slope(
+        bernoulli_forward_kl, [0.0, -200.0, 0.0, -math.inf], [-200.0, 0.0, 0.0, -1.0]
+    )
     assert np.isfinite(values).all()
     assert np.isfinite(slopes).all()
     # student at the default floor of -80, teacher at log(1 - eps)
@@ -115,14 +123,17 @@ def test_certain_and_impossible_log_probs_stay_finite():
 
 def test_min_clamp_of_the_forward_kl():
     expected = reference_bernoulli(-10.0, math.log(0.5))
-    values, slopes = value_and_slope(bernoulli_forward_kl, [-30.0, -10.5, -9.5], [math.log(0.5)] * 3, min_clamp=-10.0)
+    values, slopes = value_and_slope(
+        bernoulli_forward_kl, [-30.0, -10.5, -9.5], [math.log(0.5)] * 3, min_clamp=-10.0
+    )
     np.testing.assert_allclose(values[:2], expected, rtol=1e-5)
     np.testing.assert_array_equal(slopes[:2], 0.0)
     assert slopes[2] < -0.4
 
 
 def test_k3_saturates_and_the_min_clamp_keeps_it_alive():
-    # a refused token that the target finds e^-30 likely: -d - 1 = 28.5, clamped to 10 without gradient
+    # a refused token that the target finds e^-30 likely: -d - 1 = 28.5, clamped to 10 without
+    # gradient
     values, slopes = value_and_slope(k3, [-0.5], [-30.0])
     assert (values[0], slopes[0]) == (10.0, 0.0)
     # with the target's log-prob clamped to -10: d = -9.5, e^d + 8.5
@@ -136,7 +147,10 @@ def test_k3_saturates_and_the_min_clamp_keeps_it_alive():
 
 def test_full_forward_kl_by_hand():
     # p = (1/2, 1/4, 1/4), q = (1/4, 1/2, 1/4): 1/2 ln 2 - 1/4 ln 2
-    p, q = torch.tensor([[0.5, 0.25, 0.25]]).log() + 3.0, torch.tensor([[0.25, 0.5, 0.25]]).log() - 1.0
+    p, q = (
+        torch.tensor([[0.5, 0.25, 0.25]]).log() + 3.0,
+        torch.tensor([[0.25, 0.5, 0.25]]).log() - 1.0,
+    )
     assert float(full_forward_kl(q, p)) == pytest.approx(0.25 * math.log(2), abs=1e-6)
 
 
@@ -145,11 +159,16 @@ def test_full_forward_kl_and_gradient_against_float64(distance):
     generator = np.random.default_rng(0)
     teacher = generator.normal(size=(5, 37)).astype(np.float32)
     student = teacher + distance * generator.normal(size=(5, 37)).astype(np.float32)
-    p, q = (np.exp(x.astype(np.float64)) / np.exp(x.astype(np.float64)).sum(1, keepdims=True) for x in (teacher, student))
+    p, q = (
+        np.exp(x.astype(np.float64)) / np.exp(x.astype(np.float64)).sum(1, keepdims=True)
+        for x in (teacher, student)
+    )
     logits = torch.tensor(student, requires_grad=True)
     values = full_forward_kl(logits, torch.tensor(teacher))
     values.sum().backward()
-    np.testing.assert_allclose(values.detach().numpy(), (p * np.log(p / q)).sum(1), rtol=1e-4, atol=5e-7)
+    np.testing.assert_allclose(
+        values.detach().numpy(), (p * np.log(p / q)).sum(1), rtol=1e-4, atol=5e-7
+    )
     np.testing.assert_allclose(logits.grad.numpy(), q - p, rtol=1e-3, atol=1e-7)
 
 
@@ -173,24 +192,37 @@ def test_losses_compute_in_float32_whatever_comes_in():
 
 @pytest.mark.parametrize(
     ("name", "value", "slope"),
-    [("k1", -math.log(2), 1.0), ("k2", math.log(2) ** 2 / 2, -math.log(2)), ("abs", math.log(2), -1.0)],
+    [
+        ("k1", -math.log(2), 1.0),
+        ("k2", math.log(2) ** 2 / 2, -math.log(2)),
+        ("abs", math.log(2), -1.0),
+    ],
 )
 def test_estimators_by_hand(name, value, slope):
-    values, slopes = value_and_slope(SINGLE_TOKEN[name], [math.log(0.25)], [math.log(0.5)], min_clamp=None)
+    values, slopes = value_and_slope(
+        SINGLE_TOKEN[name], [math.log(0.25)], [math.log(0.5)], min_clamp=None
+    )
     assert values[0] == pytest.approx(value, abs=1e-6)
     assert slopes[0] == pytest.approx(slope, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", ["k1", "k2", "k3", "abs"])
 def test_the_min_clamp_bounds_both_sides_of_every_estimator(name):
-    values, slopes = value_and_slope(SINGLE_TOKEN[name], [-30.0, -5.0], [-1.0, -30.0], min_clamp=-10.0)
+    values, slopes = value_and_slope(
+        SINGLE_TOKEN[name], [-30.0, -5.0], [-1.0, -30.0], min_clamp=-10.0
+    )
     expected, _ = value_and_slope(SINGLE_TOKEN[name], [-10.0, -5.0], [-1.0, -10.0], min_clamp=None)
     np.testing.assert_allclose(values, expected, rtol=1e-6)
     assert slopes[0] == 0.0
 
 
 @pytest.mark.parametrize(
-    ("name", "reference"), [("k1", lambda s, t: s - t), ("k2", lambda s, t: (s - t) ** 2 / 2), ("abs", lambda s, t: abs(s - t))]
+    ("name", "reference"),
+    [
+        ("k1", lambda s, t: s - t),
+        ("k2", lambda s, t: (s - t) ** 2 / 2),
+        ("abs", lambda s, t: abs(s - t)),
+    ],
 )
 def test_estimators_and_gradients_against_float64(name, reference):
     q, p = np.array(FAR + NEAR).T
@@ -202,10 +234,20 @@ def test_estimators_and_gradients_against_float64(name, reference):
 
 def test_full_vocabulary_losses_by_hand():
     # p = (1/2, 1/4, 1/4), q = (1/4, 1/2, 1/4): TV 1/4, alpha 3/4, KL ln 2 / 4
-    p, q = torch.tensor([[0.5, 0.25, 0.25]]).log() + 3.0, torch.tensor([[0.25, 0.5, 0.25]]).log() - 1.0
+    p, q = (
+        torch.tensor([[0.5, 0.25, 0.25]]).log() + 3.0,
+        torch.tensor([[0.25, 0.5, 0.25]]).log() - 1.0,
+    )
     kl, w = math.log(2) / 4, math.exp(-2.25)
-    expected = {"full_forward_kl": kl, "tv": 0.25, "lk_alpha": -math.log(0.75), "lk_lambda": w * kl + (1 - w) * 0.25}
-    assert {name: float(function(q, p)) for name, function in FULL_VOCABULARY.items()} == pytest.approx(expected, abs=1e-6)
+    expected = {
+        "full_forward_kl": kl,
+        "tv": 0.25,
+        "lk_alpha": -math.log(0.75),
+        "lk_lambda": w * kl + (1 - w) * 0.25,
+    }
+    assert {
+        name: float(function(q, p)) for name, function in FULL_VOCABULARY.items()
+    } == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", FULL_VOCABULARY)
@@ -220,7 +262,7 @@ def test_disjoint_and_equal_distributions_stay_finite(name):
     assert value.item() == pytest.approx(0.0, abs=1e-6)
 
 
-# -- weights and normalisation -------------------------------------------------------------------------------------------------------
+# -- weights and normalisation ---------------------------------------------------------------------
 
 
 def test_position_weights():
@@ -238,7 +280,8 @@ def test_clamped_values_carry_no_gradient():
 
 
 def test_combination_by_hand():
-    # two response tokens; refused tokens at offsets 1 and 2, gamma 1/2, weight 2: (f1 + f2 + 2 (r1 + r2/2)) / (2 + 2 * 1.5)
+    # two response tokens; refused tokens at offsets 1 and 2, gamma 1/2, weight 2: (f1 + f2 + 2 (r1
+    # + r2/2)) / (2 + 2 * 1.5)
     spec = LossSpec(rejected_stream_weight=2.0, rejected_position_decay=0.5)
     f = bernoulli_forward_kl(torch.tensor([-1.0, -2.0]), torch.tensor([-0.5, -0.25]))
     r = k3(torch.tensor([-0.7, -0.1]), torch.tensor([-3.0, -2.0]))
@@ -258,11 +301,20 @@ def test_totals_of_the_worked_example():
     spec = LossSpec(response_position_decay=1.0, rejected_position_decay=0.5)
     refused = 0.5 + 0.25 + 1 + 0.5 + 0.25
     assert stream_totals([plan], [8], spec) == StreamTotals(6.0, refused)
-    assert stream_totals([plan], [8], replace(spec, response_position_decay=0.5)) == StreamTotals(3 + 2 * 0.5 + 0.25, refused)
+    assert stream_totals([plan], [8], replace(spec, response_position_decay=0.5)) == StreamTotals(
+        3 + 2 * 0.5 + 0.25, refused
+    )
     upstream = replace(spec, convention="draft_opd")
     assert stream_totals([plan, plan], [8, 8], upstream) == StreamTotals(16.0, 2 * refused)
-    assert stream_totals([plan], [8], replace(upstream, response_position_decay=0.5)) == StreamTotals(4.25, refused)
-    assert StreamTotals(6.0, 2.0).denominator(LossSpec(response_stream_weight=0.5, rejected_stream_weight=3.0)) == 9.0
+    assert stream_totals(
+        [plan], [8], replace(upstream, response_position_decay=0.5)
+    ) == StreamTotals(4.25, refused)
+    assert (
+        StreamTotals(6.0, 2.0).denominator(
+            LossSpec(response_stream_weight=0.5, rejected_stream_weight=3.0)
+        )
+        == 9.0
+    )
 
 
 @pytest.mark.parametrize("name", ["response_loss", "rejected_loss", "convention"])
@@ -284,27 +336,43 @@ def test_nothing_supervised_gives_a_zero_that_can_be_differentiated(totals):
 def test_a_stream_without_weight_has_no_part_in_value_gradient_or_denominator():
     spec = LossSpec(rejected_stream_weight=0.0)
     refused = torch.tensor([5.0], requires_grad=True)
-    loss = combine(torch.tensor([2.0]), torch.tensor([1]), refused, torch.tensor([1]), StreamTotals(4.0, 9.0), spec)
+    loss = combine(
+        torch.tensor([2.0]),
+        torch.tensor([1]),
+        refused,
+        torch.tensor([1]),
+        StreamTotals(4.0, 9.0),
+        spec,
+    )
     loss.backward()
     assert loss.item() == 0.5
     assert refused.grad.tolist() == [0.0]
 
 
-# -- independence of how a mini-batch is split -----------------------------------------------------------------------------------------
+# -- independence of how a mini-batch is split -----------------------------------------------------
 
 
-def values_of(layout: Layout, draft: torch.Tensor, spec: LossSpec) -> tuple[torch.Tensor, torch.Tensor]:
+def values_of(
+    layout: Layout, draft: torch.Tensor, spec: LossSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Per-token values with a stand-in draft: a table of log-probs by token id and offset."""
     student = -torch.nn.functional.softplus(draft)
     teacher = -0.1 - (layout.response.token % 7) * 0.3
-    response = bernoulli_forward_kl(student[layout.response.token, layout.response.offset], teacher, spec.log_prob_min_clamp)
-    refused = k3(student[layout.refused.token, layout.refused.offset], layout.refused.teacher_logprob, spec.log_prob_min_clamp)
+    response = bernoulli_forward_kl(
+        student[layout.response.token, layout.response.offset], teacher, spec.log_prob_min_clamp
+    )
+    refused = k3(
+        student[layout.refused.token, layout.refused.offset],
+        layout.refused.teacher_logprob,
+        spec.log_prob_min_clamp,
+    )
     return response, refused
 
 
 def run(items, totals, spec, budget, ranks):
-    """Loss, gradient and metrics as ranks with micro-batches of `budget` tokens produce them: each rank scales its parts by the number of
-    ranks, and gradients are averaged over ranks."""
+    """Loss, gradient and metrics as ranks with micro-batches of `budget` tokens produce them: each
+    rank scales its parts by the number of ranks, and gradients are averaged over ranks.
+    """
     loss, gradients, metrics = 0.0, [], []
     for rank in range(ranks):
         draft = torch.linspace(-2, 12, 1000 * 8).reshape(1000, 8).sin().mul(3).requires_grad_()
@@ -312,7 +380,9 @@ def run(items, totals, spec, budget, ranks):
         for batch in split_micro_batches(items[rank::ranks], budget):
             layout = build_layout(batch)
             response, refused = values_of(layout, draft, spec)
-            part = combine(response, layout.response.offset, refused, layout.refused.offset, totals, spec)
+            part = combine(
+                response, layout.response.offset, refused, layout.refused.offset, totals, spec
+            )
             (part * ranks).backward()
             loss += part.item()
             metrics.append(loss_metrics(response, refused, part.detach(), spec))
@@ -328,7 +398,9 @@ def run(items, totals, spec, budget, ranks):
     cap=st.integers(0, 2),
 )
 @settings(UNHURRIED, max_examples=30)
-def test_loss_gradient_and_metrics_do_not_depend_on_the_split(batch: list[Rollout], budget: int, ranks: int, convention: str, cap: int):
+def test_loss_gradient_and_metrics_do_not_depend_on_the_split(
+    batch: list[Rollout], budget: int, ranks: int, convention: str, cap: int
+):
     spec = LossSpec(
         convention=convention,
         response_stream_weight=0.7,
@@ -336,9 +408,15 @@ def test_loss_gradient_and_metrics_do_not_depend_on_the_split(batch: list[Rollou
         response_position_decay=1.0 if convention == "draft_opd" else 0.9,
     )
     samples = [replace(rollout.sample, sample_id=f"0-{i}") for i, rollout in enumerate(batch)]
-    plans = [plan_opd(sample, block_size=4, convention=convention, max_response_anchors=cap) for sample in samples]
+    plans = [
+        plan_opd(sample, block_size=4, convention=convention, max_response_anchors=cap)
+        for sample in samples
+    ]
     totals = stream_totals(plans, [len(sample.response_ids) for sample in samples], spec)
-    items = [TrainItem(s.sample_id, s.prompt_ids, s.response_ids, plan) for s, plan in zip(samples, plans, strict=True)]
+    items = [
+        TrainItem(s.sample_id, s.prompt_ids, s.response_ids, plan)
+        for s, plan in zip(samples, plans, strict=True)
+    ]
     whole = run(items, totals, spec, 10**9, 1)
     parts = run(items, totals, spec, budget, ranks)
     assert parts[0] == pytest.approx(whole[0], rel=1e-5, abs=1e-7)
@@ -348,22 +426,30 @@ def test_loss_gradient_and_metrics_do_not_depend_on_the_split(batch: list[Rollou
 
 def test_two_micro_batches_of_equal_counts_share_one_denominator():
     # N_resp = N_rej = 4 over the mini-batch: every part is its own sum / 8
-    spec, totals, ones = LossSpec(rejected_position_decay=1.0), StreamTotals(4.0, 4.0), torch.ones(2, dtype=torch.long)
+    spec, totals, ones = (
+        LossSpec(rejected_position_decay=1.0),
+        StreamTotals(4.0, 4.0),
+        torch.ones(2, dtype=torch.long),
+    )
     first = combine(torch.tensor([1.0, 2.0]), ones, torch.tensor([3.0, 4.0]), ones, totals, spec)
     second = combine(torch.tensor([5.0, 6.0]), ones, torch.tensor([7.0, 8.0]), ones, totals, spec)
     assert (float(first), float(second)) == (10 / 8, 26 / 8)
 
 
-# -- metrics ---------------------------------------------------------------------------------------------------------------------------
+# -- metrics ---------------------------------------------------------------------------------------
 
 
 def finished(metrics: StepMetrics) -> dict[str, float]:
-    return {name.removeprefix("actor/distillation/"): value for name, value in metrics.finish().items()}
+    return {
+        name.removeprefix("actor/distillation/"): value for name, value in metrics.finish().items()
+    }
 
 
 def test_metrics_by_hand():
     response, refused = torch.tensor([0.5, 12.0]), torch.tensor([10.0, 2.0, 3.0])
-    assert finished(loss_metrics(response, refused, torch.tensor(0.25), LossSpec(loss_max_clamp=10.0))) == {
+    assert finished(
+        loss_metrics(response, refused, torch.tensor(0.25), LossSpec(loss_max_clamp=10.0))
+    ) == {
         "loss": 0.25,
         "loss_min": 0.5,
         "loss_max": 12.0,
@@ -381,8 +467,18 @@ def test_metrics_by_hand():
 
 def test_what_was_not_measured_is_absent():
     none = torch.zeros(0)
-    assert finished(loss_metrics(none, none, torch.tensor(0.0), LossSpec())) == {"loss": 0.0, "combined_token_count": 0}
-    names = finished(loss_metrics(torch.ones(2), none, torch.tensor(0.1), LossSpec(response_loss="cross_entropy", loss_max_clamp=None)))
+    assert finished(loss_metrics(none, none, torch.tensor(0.0), LossSpec())) == {
+        "loss": 0.0,
+        "combined_token_count": 0,
+    }
+    names = finished(
+        loss_metrics(
+            torch.ones(2),
+            none,
+            torch.tensor(0.1),
+            LossSpec(response_loss="cross_entropy", loss_max_clamp=None),
+        )
+    )
     assert "forward_kl_loss" not in names
     assert not [name for name in names if "clamp" in name or "rejected_draft" in name]
 
@@ -390,5 +486,9 @@ def test_what_was_not_measured_is_absent():
 def test_metrics_hold_no_graph():
     values = torch.ones(2, requires_grad=True) * 2
     metrics = loss_metrics(values, values, values.sum(), LossSpec())
-    held = [*metrics.sums.values(), *metrics.mins.values(), *(x for pair in metrics.means.values() for x in pair)]
+    held = [
+        *metrics.sums.values(),
+        *metrics.mins.values(),
+        *(x for pair in metrics.means.values() for x in pair),
+    ]
     assert all(isinstance(value, (int, float)) for value in held)

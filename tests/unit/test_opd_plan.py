@@ -12,7 +12,10 @@ from verl_opd.opd.trace import boundaries
 
 def supervised(plan: BlockPlan) -> list[tuple[int, int]]:
     """(anchor, offset) of the response stream."""
-    return [(plan.anchors[block], offset) for block, offset in zip(plan.response_block, plan.response_offset, strict=True)]
+    return [
+        (plan.anchors[block], offset)
+        for block, offset in zip(plan.response_block, plan.response_offset, strict=True)
+    ]
 
 
 def refused(plan: BlockPlan) -> list[tuple[int, int, int]]:
@@ -26,7 +29,8 @@ WORKED_REFUSED = [(0, 2, 902), (0, 3, 903), (6, 1, 931), (6, 2, 932), (6, 3, 933
 def test_exact_plan_of_the_worked_example():
     plan = plan_opd(worked_sample(), block_size=4)
     assert plan.anchors == (0, 2, 6)
-    # step 1: one accepted and the correction; step 2: three accepted, the bonus at offset 4 has no slot; step 3: the correction
+    # step 1: one accepted and the correction; step 2: three accepted, the bonus at offset 4 has no
+    # slot; step 3: the correction
     assert supervised(plan) == [(0, 1), (0, 2), (2, 1), (2, 2), (2, 3), (6, 1)]
     assert plan.response_label == (11, 12, 13, 14, 15, 17)
     assert refused(plan) == WORKED_REFUSED
@@ -76,7 +80,15 @@ def one_token_steps(count: int):
 
 @pytest.mark.parametrize(
     ("limit", "kept"),
-    [(0, list(range(10))), (1, [9]), (2, [0, 9]), (4, [0, 3, 6, 9]), (5, [0, 2, 4, 6, 9]), (10, list(range(10))), (99, list(range(10)))],
+    [
+        (0, list(range(10))),
+        (1, [9]),
+        (2, [0, 9]),
+        (4, [0, 3, 6, 9]),
+        (5, [0, 2, 4, 6, 9]),
+        (10, list(range(10))),
+        (99, list(range(10))),
+    ],
 )
 def test_anchor_cap_is_even_and_keeps_the_last(limit, kept):
     plan = plan_opd(one_token_steps(10), block_size=2, max_response_anchors=limit)
@@ -111,18 +123,38 @@ def test_exact_segments_supervise_each_token_with_a_slot_once(rollout: Rollout, 
     }
     positions = Counter(anchor + offset for anchor, offset in supervised(plan))
     assert positions == Counter(dict.fromkeys(with_slot, 1))
-    if block_size == rollout.num_drafts + 1:  # then only bonus tokens and draft-free tokens have none
+    if (
+        block_size == rollout.num_drafts + 1
+    ):  # then only bonus tokens and draft-free tokens have none
         bonus = {end for anchor, hits, end in rollout.spans if hits == rollout.num_drafts}
         assert with_slot == set(range(1, rollout.length)) - bonus - rollout.draft_free
-    assert plan.response_label == tuple(rollout.sample.response_ids[anchor + offset] for anchor, offset in supervised(plan))
-    assert set(plan.anchors) == {anchor for anchor, _ in supervised(plan)} | {anchor for anchor, _, _ in refused(plan)}
+    assert plan.response_label == tuple(
+        rollout.sample.response_ids[anchor + offset] for anchor, offset in supervised(plan)
+    )
+    assert set(plan.anchors) == {anchor for anchor, _ in supervised(plan)} | {
+        anchor for anchor, _, _ in refused(plan)
+    }
     assert list(plan.anchors) == sorted(set(plan.anchors))
 
 
-@given(rollouts(), st.integers(2, 7), st.sampled_from(["exact", "draft_opd"]), st.sampled_from(["segment", "block"]), st.integers(0, 4))
+@given(
+    rollouts(),
+    st.integers(2, 7),
+    st.sampled_from(["exact", "draft_opd"]),
+    st.sampled_from(["segment", "block"]),
+    st.integers(0, 4),
+)
 @UNHURRIED
-def test_refusals_are_the_same_under_every_convention(rollout: Rollout, block_size: int, convention: str, span: str, cap: int):
-    plan = plan_opd(rollout.sample, block_size=block_size, convention=convention, response_span=span, max_response_anchors=cap)
+def test_refusals_are_the_same_under_every_convention(
+    rollout: Rollout, block_size: int, convention: str, span: str, cap: int
+):
+    plan = plan_opd(
+        rollout.sample,
+        block_size=block_size,
+        convention=convention,
+        response_span=span,
+        max_response_anchors=cap,
+    )
     expected = [
         (anchor, offset, 900 + anchor + offset)
         for anchor, hits, _ in rollout.spans
@@ -143,13 +175,33 @@ def test_refusals_are_the_same_under_every_convention(rollout: Rollout, block_si
 def test_exact_block_span_fills_every_block(rollout: Rollout, block_size: int):
     plan = plan_opd(rollout.sample, block_size=block_size, response_span="block")
     anchors = [anchor for anchor, _, _ in rollout.spans if anchor < rollout.length - 1]
-    assert supervised(plan) == [(a, j) for a in anchors for j in range(1, min(block_size - 1, rollout.length - 1 - a) + 1)]
+    assert supervised(plan) == [
+        (a, j) for a in anchors for j in range(1, min(block_size - 1, rollout.length - 1 - a) + 1)
+    ]
 
 
 def test_warmup_blocks_reach_to_the_end_of_block_or_response():
-    plan = plan_warmup(make_sample([], range(100, 106)), block_size=4, anchors_per_sample=99, rng=item_rng(1, 0, "a"))
+    plan = plan_warmup(
+        make_sample([], range(100, 106)),
+        block_size=4,
+        anchors_per_sample=99,
+        rng=item_rng(1, 0, "a"),
+    )
     assert plan.anchors == (0, 1, 2, 3, 4)
-    assert supervised(plan) == [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (4, 1)]
+    assert supervised(plan) == [
+        (0, 1),
+        (0, 2),
+        (0, 3),
+        (1, 1),
+        (1, 2),
+        (1, 3),
+        (2, 1),
+        (2, 2),
+        (2, 3),
+        (3, 1),
+        (3, 2),
+        (4, 1),
+    ]
     assert plan.response_label == (101, 102, 103, 102, 103, 104, 103, 104, 105, 104, 105, 105)
     assert plan.refused_block == ()
 
@@ -164,14 +216,21 @@ def test_warmup_anchors_are_distinct_uniform_and_depend_on_the_rng_alone():
     assert set(counts) == set(range(10))  # 0..R-2, the prefill token included
     assert max(abs(count - 600) for count in counts.values()) < 5 * np.sqrt(2000 * 0.3 * 0.7)
     again = plan_warmup(sample, block_size=4, anchors_per_sample=3, rng=item_rng(7, 5, "0-3"))
-    assert again == plan_warmup(sample, block_size=4, anchors_per_sample=3, rng=item_rng(7, 5, "0-3"))
-    draws = {tuple(item_rng(*key).integers(0, 10**9, 4)) for key in [(7, 5, "0-3"), (8, 5, "0-3"), (7, 6, "0-3"), (7, 5, "0-4")]}
+    assert again == plan_warmup(
+        sample, block_size=4, anchors_per_sample=3, rng=item_rng(7, 5, "0-3")
+    )
+    draws = {
+        tuple(item_rng(*key).integers(0, 10**9, 4))
+        for key in [(7, 5, "0-3"), (8, 5, "0-3"), (7, 6, "0-3"), (7, 5, "0-4")]
+    }
     assert len(draws) == 4
 
 
 @pytest.mark.parametrize("length", [0, 1])
 def test_warmup_of_a_response_with_nothing_to_predict_is_empty(length):
-    plan = plan_warmup(make_sample([], range(length)), block_size=4, anchors_per_sample=3, rng=item_rng(1, 0, "a"))
+    plan = plan_warmup(
+        make_sample([], range(length)), block_size=4, anchors_per_sample=3, rng=item_rng(1, 0, "a")
+    )
     assert plan.anchors == plan.response_block == ()
 
 
@@ -181,7 +240,11 @@ PREFIX = "actor/distillation/opd_"
 def test_counts_of_the_worked_example():
     sample = worked_sample()
     counts = plan_counts(plan_opd(sample, block_size=4), sample).finish()
-    assert {name.removeprefix(PREFIX): value for name, value in counts.items() if name.startswith(PREFIX)} == {
+    assert {
+        name.removeprefix(PREFIX): value
+        for name, value in counts.items()
+        if name.startswith(PREFIX)
+    } == {
         "sample_count": 1,
         "skipped_sample_count": 0,
         "skipped_sample_ratio": 0,
@@ -213,15 +276,24 @@ def test_a_token_in_several_blocks_is_one_supervised_token():
 def test_a_sample_without_verify_steps_is_skipped_and_counted_as_empty():
     sample = make_sample([], [100])
     counts = plan_counts(plan_opd(sample, block_size=4), sample).finish()
-    assert counts[PREFIX + "skipped_sample_count"] == counts[PREFIX + "empty_reject_sample_count"] == 1
-    plain = make_sample([(0, [], [])], [100, 101])  # rolled out without drafting: no statement about refusals
-    assert PREFIX + "empty_reject_sample_count" not in plan_counts(plan_opd(plain, block_size=4), plain).finish()
+    assert (
+        counts[PREFIX + "skipped_sample_count"] == counts[PREFIX + "empty_reject_sample_count"] == 1
+    )
+    plain = make_sample(
+        [(0, [], [])], [100, 101]
+    )  # rolled out without drafting: no statement about refusals
+    assert (
+        PREFIX + "empty_reject_sample_count"
+        not in plan_counts(plan_opd(plain, block_size=4), plain).finish()
+    )
 
 
-# -- fewer, or other, anchors ---------------------------------------------------------------------------------------------------------
+# -- fewer, or other, anchors ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("stride", "kept"), [(1, [0, 1, 2, 3, 4]), (2, [0, 2, 4]), (3, [0, 3, 4]), (9, [0, 4])])
+@pytest.mark.parametrize(
+    ("stride", "kept"), [(1, [0, 1, 2, 3, 4]), (2, [0, 2, 4]), (3, [0, 3, 4]), (9, [0, 4])]
+)
 def test_a_stride_keeps_the_last_anchor(stride: int, kept: list[int]):
     plan = plan_opd(one_token_steps(5), block_size=2, response_anchor_stride=stride)
     assert [anchor for anchor, _ in supervised(plan)] == kept
@@ -229,15 +301,23 @@ def test_a_stride_keeps_the_last_anchor(stride: int, kept: list[int]):
 
 
 def test_upstream_stride_vector():
-    """P = 2, R = 10, boundaries 1 2 3 4, B = 4, stride 2: of the pairs at -1 1 2 3 4 those with index 0, 2, 4 remain."""
-    shifted = make_sample([(0, [900 + i], [-1.0]) for i in range(4)] + [(0, [], [])] * 5, range(100, 110), prompt=(1, 2))
+    """P = 2, R = 10, boundaries 1 2 3 4, B = 4, stride 2: of the pairs at -1 1 2 3 4 those with
+    index 0, 2, 4 remain.
+    """
+    shifted = make_sample(
+        [(0, [900 + i], [-1.0]) for i in range(4)] + [(0, [], [])] * 5,
+        range(100, 110),
+        prompt=(1, 2),
+    )
     assert boundaries(shifted.trace) == [1, 2, 3, 4]
     plan = plan_opd(shifted, block_size=4, convention="draft_opd", response_anchor_stride=2)
     assert sorted({anchor for anchor, _ in supervised(plan)}) == [-1, 2, 4]
 
 
 def test_the_cap_applies_to_what_the_stride_left():
-    plan = plan_opd(one_token_steps(10), block_size=2, response_anchor_stride=3, max_response_anchors=2)
+    plan = plan_opd(
+        one_token_steps(10), block_size=2, response_anchor_stride=3, max_response_anchors=2
+    )
     assert [anchor for anchor, _ in supervised(plan)] == [0, 9]
 
 
@@ -261,9 +341,14 @@ def test_a_limit_drops_the_blocks_it_empties_but_no_response_block():
 
 @given(rollouts(), st.integers(2, 7), st.sampled_from(["exact", "draft_opd"]), st.integers(0, 99))
 @UNHURRIED
-def test_random_anchors_keep_lengths_and_stay_apart(rollout: Rollout, block_size: int, convention: str, seed: int):
+def test_random_anchors_keep_lengths_and_stay_apart(
+    rollout: Rollout, block_size: int, convention: str, seed: int
+):
     choices = {"block_size": block_size, "convention": convention}
-    true, moved = plan_opd(rollout.sample, **choices), plan_opd(rollout.sample, **choices, random_anchor_seed=seed)
+    true, moved = (
+        plan_opd(rollout.sample, **choices),
+        plan_opd(rollout.sample, **choices, random_anchor_seed=seed),
+    )
     assert moved == plan_opd(rollout.sample, **choices, random_anchor_seed=seed)
 
     def lengths(plan: BlockPlan) -> list[int]:
@@ -272,27 +357,38 @@ def test_random_anchors_keep_lengths_and_stay_apart(rollout: Rollout, block_size
     assert lengths(moved) == lengths(true)
     positions = [anchor + offset for anchor, offset in supervised(moved)]
     assert len(positions) == len(set(positions))
-    assert all((1 if convention == "exact" else 0) <= position < rollout.length for position in positions)
-    assert moved.response_label == tuple(rollout.sample.response_ids[position] for position in positions)
+    assert all(
+        (1 if convention == "exact" else 0) <= position < rollout.length for position in positions
+    )
+    assert moved.response_label == tuple(
+        rollout.sample.response_ids[position] for position in positions
+    )
     assert refused(moved) == refused(true)
 
 
 def test_random_anchors_depend_on_seed_and_content():
     sample = one_token_steps(3)
-    long = make_sample([(0, [900 + i], [-1.0]) for i in range(3)] + [(0, [], [])] * 40, range(100, 144))
+    long = make_sample(
+        [(0, [900 + i], [-1.0]) for i in range(3)] + [(0, [], [])] * 40, range(100, 144)
+    )
     plans = {plan_opd(long, block_size=2, random_anchor_seed=seed).anchors for seed in range(8)}
     assert len(plans) > 4
-    assert plan_opd(sample, block_size=2, random_anchor_seed=1).anchors == plan_opd(sample, block_size=2, random_anchor_seed=2).anchors, (
-        "full"
-    )
+    assert (
+        plan_opd(sample, block_size=2, random_anchor_seed=1).anchors
+        == plan_opd(sample, block_size=2, random_anchor_seed=2).anchors
+    ), "full"
 
 
 @given(rollouts(), st.integers(2, 7), st.sampled_from(["exact", "draft_opd"]))
 @UNHURRIED
 def test_both_ways_of_counting_agree(rollout: Rollout, block_size: int, convention: str):
-    """The dashboard's effective tokens are distinct positions; in disjoint segments that is the number of supervised slots."""
+    """The dashboard's effective tokens are distinct positions; in disjoint segments that is the
+    number of supervised slots.
+    """
     plan = plan_opd(rollout.sample, block_size=block_size, convention=convention)
     counts = plan_counts(plan, rollout.sample)
     assert counts.sums["actor/distillation/opd_effective_token_count"] == len(plan.response_label)
-    assert counts.sums["actor/distillation/opd_rejected_draft_token_count"] == len(plan.refused_token)
+    assert counts.sums["actor/distillation/opd_rejected_draft_token_count"] == len(
+        plan.refused_token
+    )
     assert counts.means["data/supervised_share"] == (len(plan.response_label), rollout.length)

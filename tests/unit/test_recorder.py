@@ -12,7 +12,12 @@ import torch
 
 from verl_opd.opd.trace import trace_from_events
 from verl_opd.rollout.engine import recorder as recorder_module
-from verl_opd.rollout.engine.recorder import StepInputs, VerifyRecorder, accepted_count, target_logprobs
+from verl_opd.rollout.engine.recorder import (
+    StepInputs,
+    VerifyRecorder,
+    accepted_count,
+    target_logprobs,
+)
 from verl_opd.rollout.engine.seams import attach
 
 VOCAB = 11
@@ -29,7 +34,9 @@ def step(
     from_draft: bool = True,
     seed: int = 0,
 ) -> StepInputs:
-    """Logits are random; every row owns len(drafts) + 1 logits rows, in row order, as in the engine."""
+    """Logits are random; every row owns len(drafts) + 1 logits rows, in row order, as in the
+    engine.
+    """
     starts = [sum(len(d) + 1 for d in drafts[:row]) for row in range(len(drafts))]
     total = sum(len(d) + 1 for d in drafts)
     width = max(len(d) for d in drafts) + 1
@@ -40,7 +47,10 @@ def step(
         draft_ids=torch.tensor([t for d in drafts for t in d], dtype=torch.int32),
         sampled=torch.tensor(padded, dtype=torch.int32),
         logits=torch.randn(total, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3,
-        target_rows=torch.tensor([s + j for s, d in zip(starts, drafts, strict=True) for j in range(len(d))], dtype=torch.int32),
+        target_rows=torch.tensor(
+            [s + j for s, d in zip(starts, drafts, strict=True) for j in range(len(d))],
+            dtype=torch.int32,
+        ),
         discarded=list(discarded or [False] * len(drafts)),
         temperature=None if temperature is None else torch.tensor(temperature),
         from_draft=from_draft,
@@ -64,7 +74,11 @@ def reference(row: torch.Tensor, token: int, temperature: float = 1.0) -> float:
         ([9, -1, -1, -1], [4, 5, 6], 0),
         ([4, 5, 9, 6], [4, 5, 6], 2),  # a sampler that fills whole rows: only the prefix tells
         ([9, 8, 7, 6], [4, 5, 6], 0),
-        ([4, 5, -1, -1], [4, 5, 6], 1),  # the recovered token equals the refused proposal: only the padding tells
+        (
+            [4, 5, -1, -1],
+            [4, 5, 6],
+            1,
+        ),  # the recovered token equals the refused proposal: only the padding tells
         ([7], [], 0),
         ([-1, -1], [4], 0),  # a discarded row
     ],
@@ -83,7 +97,9 @@ def test_the_first_sampled_token_is_prefill_and_every_later_step_one_event():
     events = recorder.pop(["0-7-v3"])["0-7-v3"]
     assert events is not None
     assert [(a, d) for a, d, _ in events] == [(1, [4, 5, 6]), (0, []), (2, [1, 2])]
-    assert events[0][2] == pytest.approx([reference(verify.logits[1], 5), reference(verify.logits[2], 6)], abs=1e-5)
+    assert events[0][2] == pytest.approx(
+        [reference(verify.logits[1], 5), reference(verify.logits[2], 6)], abs=1e-5
+    )
     assert events[1][2] == events[2][2] == []
     assert recorder.counts["verify_rows"] == 2
     assert recorder.counts["draft_free_rows"] == 1
@@ -91,21 +107,32 @@ def test_the_first_sampled_token_is_prefill_and_every_later_step_one_event():
 
 
 def test_rows_of_one_call_do_not_mix():
-    """Decode with drafts, a prefill that completes, one without drafts and a discarded prompt chunk share a call."""
+    """Decode with drafts, a prefill that completes, one without drafts and a discarded prompt chunk
+    share a call.
+    """
     a, b, c, d = (f"{name}-0000000{i}" for i, name in enumerate("abcd"))
     recorder = VerifyRecorder()
     recorder.record(prefill(a, c))
-    mixed = step([a, b, c, d], [[1, 2], [], [], []], [[7], [5], [6], [8]], discarded=[False, False, False, True])
+    mixed = step(
+        [a, b, c, d],
+        [[1, 2], [], [], []],
+        [[7], [5], [6], [8]],
+        discarded=[False, False, False, True],
+    )
     recorder.record(mixed)
     second = step([b, a, d], [[3, 4], [5, 6], []], [[3, 0], [5, 6, 2], [9]], seed=1)
     recorder.record(second)
     popped = recorder.pop(["a", "b", "c", "d"])
     assert [(x, y) for x, y, _ in popped["a"] or []] == [(0, [1, 2]), (2, [5, 6])]
-    assert (popped["a"] or [])[0][2] == pytest.approx([reference(mixed.logits[0], 1), reference(mixed.logits[1], 2)], abs=1e-5)
+    assert (popped["a"] or [])[0][2] == pytest.approx(
+        [reference(mixed.logits[0], 1), reference(mixed.logits[1], 2)], abs=1e-5
+    )
     assert [(x, y) for x, y, _ in popped["b"] or []] == [(1, [3, 4])]
     assert (popped["b"] or [])[0][2] == pytest.approx([reference(second.logits[1], 4)], abs=1e-5)
     assert popped["c"] == [(0, [], [])]
-    assert popped["d"] == []  # its chunk was discarded, so its first kept token is the prefill token
+    assert (
+        popped["d"] == []
+    )  # its chunk was discarded, so its first kept token is the prefill token
 
 
 def test_each_row_is_scored_at_its_own_temperature():
@@ -115,8 +142,12 @@ def test_each_row_is_scored_at_its_own_temperature():
     inputs = step(ids, [[1, 2], [3, 4]], [[9], [8]], temperature=[0.5, 0.0])
     recorder.record(inputs)
     popped = recorder.pop(["x", "y"])
-    assert (popped["x"] or [])[0][2] == pytest.approx([reference(inputs.logits[i], t, 0.5) for i, t in ((0, 1), (1, 2))], abs=1e-5)
-    assert (popped["y"] or [])[0][2] == pytest.approx([reference(inputs.logits[i], t) for i, t in ((3, 3), (4, 4))], abs=1e-5)
+    assert (popped["x"] or [])[0][2] == pytest.approx(
+        [reference(inputs.logits[i], t, 0.5) for i, t in ((0, 1), (1, 2))], abs=1e-5
+    )
+    assert (popped["y"] or [])[0][2] == pytest.approx(
+        [reference(inputs.logits[i], t) for i, t in ((3, 3), (4, 4))], abs=1e-5
+    )
 
 
 def test_half_precision_logits_are_normalised_in_float32():
@@ -130,7 +161,9 @@ def test_half_precision_logits_are_normalised_in_float32():
 def test_minus_infinity_in_padded_vocabulary_columns_is_harmless():
     logits = torch.zeros(1, 8)
     logits[:, 4:] = -torch.inf
-    assert target_logprobs(logits, torch.tensor([0]), torch.tensor([1]), torch.tensor([0.7])).tolist() == pytest.approx([-math.log(4)])
+    assert target_logprobs(
+        logits, torch.tensor([0]), torch.tensor([1]), torch.tensor([0.7])
+    ).tolist() == pytest.approx([-math.log(4)])
 
 
 def test_placeholders_in_place_of_proposals_become_draft_free_tokens():
@@ -197,7 +230,7 @@ def test_nothing_raises_into_the_engine_and_the_failure_is_kept():
     assert stats["steps"] == 1
 
 
-# -- the seams on a runner that looks like vLLM's -------------------------------------------------------------------------------------
+# -- the seams on a runner that looks like vLLM's --------------------------------------------------
 
 
 class Base:
@@ -208,7 +241,9 @@ class Base:
     def __init__(self) -> None:
         self.speculative_config = SimpleNamespace(rejection_sample_method="standard")
         self.input_batch = SimpleNamespace(
-            num_reqs=1, req_ids=["a-00000000"], sampling_metadata=SimpleNamespace(all_greedy=True, temperature=None)
+            num_reqs=1,
+            req_ids=["a-00000000"],
+            sampling_metadata=SimpleNamespace(all_greedy=True, temperature=None),
         )
         self.discard_request_mask = SimpleNamespace(np=torch.zeros(4, dtype=torch.bool).numpy())
         self.row = [5]
@@ -291,7 +326,7 @@ def test_a_runner_without_the_seam_is_refused():
         wired(object())
 
 
-# -- vllm-ascend: V1 with its own `_sample` ---------------------------------------------------------------------------------------------
+# -- vllm-ascend: V1 with its own `_sample` --------------------------------------------------------
 
 
 class NPUModelRunner(Base):
@@ -303,7 +338,8 @@ class NPUModelRunner(Base):
         self.discard_request_indices = SimpleNamespace(np=torch.tensor([1, 7]).numpy())
         self.num_discarded_requests = 1
         self.ascend_config = SimpleNamespace(
-            rejection_sampler_config=SimpleNamespace(enable_block_verify=False), enable_reduce_sample=False
+            rejection_sampler_config=SimpleNamespace(enable_block_verify=False),
+            enable_reduce_sample=False,
         )
         self.input_batch.num_reqs, self.input_batch.req_ids = 2, ["a-00000000", "chunk-00000000"]
 
@@ -335,14 +371,16 @@ def test_logits_split_over_ranks_are_refused():
         wired(runner)
 
 
-# -- the V2 runner -----------------------------------------------------------------------------------------------------------------------
+# -- the V2 runner ---------------------------------------------------------------------------------
 
 
 class RejectionSampler:
     enable_adaptive_verification = False
     marker = "inner"
 
-    def __call__(self, logits: Any, input_batch: Any, draft_logits: Any, invalid_drafts: Any) -> Any:
+    def __call__(
+        self, logits: Any, input_batch: Any, draft_logits: Any, invalid_drafts: Any
+    ) -> Any:
         return input_batch.result
 
 
@@ -363,8 +401,16 @@ class V2:
         return output, output.num_sampled, output.num_sampled * 0
 
 
-def v2_batch(names: list[str], drafts: list[list[int]], sampled: list[list[int]], num_sampled: list[int], slots: list[int]) -> Any:
-    """Rows per request: one for its last known token, one per draft. input_ids holds exactly these rows."""
+def v2_batch(
+    names: list[str],
+    drafts: list[list[int]],
+    sampled: list[list[int]],
+    num_sampled: list[int],
+    slots: list[int],
+) -> Any:
+    """Rows per request: one for its last known token, one per draft. input_ids holds exactly these
+    rows.
+    """
     rows = [token for row in drafts for token in (0, *row)]
     cu = [0]
     for row in drafts:
@@ -374,12 +420,16 @@ def v2_batch(names: list[str], drafts: list[list[int]], sampled: list[list[int]]
         req_ids=names,
         num_reqs=len(names),
         num_draft_tokens=total,
-        num_draft_tokens_per_req=torch.tensor([len(row) for row in drafts]).numpy() if total else None,
+        num_draft_tokens_per_req=torch.tensor([len(row) for row in drafts]).numpy()
+        if total
+        else None,
         cu_num_logits_np=torch.tensor(cu).numpy(),
         input_ids=torch.tensor(rows, dtype=torch.int32),
         logits_indices=torch.arange(len(rows)),
         idx_mapping=torch.tensor(slots),
-        result=SimpleNamespace(sampled_token_ids=torch.tensor(sampled), num_sampled=torch.tensor(num_sampled)),
+        result=SimpleNamespace(
+            sampled_token_ids=torch.tensor(sampled), num_sampled=torch.tensor(num_sampled)
+        ),
     )
 
 
@@ -389,13 +439,22 @@ def test_v2_rows_with_garbage_tails_are_cut_by_num_sampled():
     assert seam == "V2.sample"
     assert runner.rejection_sampler.marker == "inner"
     names = ["a-00000000", "b-00000000", "c-00000000"]
-    runner.sample(None, v2_batch(names, [[], [], []], [[5, 99, 99], [6, 99, 99], [7, 1, 2]], [1, 1, 0], [0, 2, 1]), None)
+    runner.sample(
+        None,
+        v2_batch(names, [[], [], []], [[5, 99, 99], [6, 99, 99], [7, 1, 2]], [1, 1, 0], [0, 2, 1]),
+        None,
+    )
     generator = torch.Generator().manual_seed(0)
     runner.logits = torch.randn(7, VOCAB, generator=generator)
-    # a accepts draft 1 and refuses 2 (whose garbage tail repeats it), b accepts both, c is a prompt chunk
-    batch = v2_batch(names, [[1, 2], [3, 4], []], [[1, 8, 2], [3, 4, 9], [1, 2, 3]], [2, 3, 0], [0, 2, 1])
+    # a accepts draft 1 and refuses 2 (whose garbage tail repeats it), b accepts both, c is a prompt
+    # chunk
+    batch = v2_batch(
+        names, [[1, 2], [3, 4], []], [[1, 8, 2], [3, 4, 9], [1, 2, 3]], [2, 3, 0], [0, 2, 1]
+    )
     runner.sample(None, batch, None)
-    expected = float(torch.log_softmax(runner.logits[1], -1)[2])  # row cu[0] + 1 verifies a's second draft
+    expected = float(
+        torch.log_softmax(runner.logits[1], -1)[2]
+    )  # row cu[0] + 1 verifies a's second draft
     popped = recorder.pop(["a", "b", "c"])
     assert popped["a"] == [(1, [1, 2], [pytest.approx(expected)])]
     assert popped["b"] == [(2, [3, 4], [])]
@@ -429,7 +488,10 @@ def test_v2_slots_without_a_proposal_are_draft_free():
     [
         (lambda r: setattr(r, "batch_sharder", object()), "batch_sharder"),
         (lambda r: setattr(r, "rejection_sampler", None), "without a speculative_config"),
-        (lambda r: setattr(r.rejection_sampler, "enable_adaptive_verification", True), "adaptive verification"),
+        (
+            lambda r: setattr(r.rejection_sampler, "enable_adaptive_verification", True),
+            "adaptive verification",
+        ),
         (lambda r: setattr(r.speculative_config, "rejection_sample_method", "block"), "lossy"),
     ],
 )
@@ -440,12 +502,20 @@ def test_v2_ways_of_verifying_that_cannot_be_recorded(change: Any, named: str):
         wired(runner)
 
 
-def test_a_step_is_copied_to_the_host_once_however_many_requests_it_has(monkeypatch: pytest.MonkeyPatch):
+def test_a_step_is_copied_to_the_host_once_however_many_requests_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+):
     """S16: a device synchronisation per row slows decoding down."""
     copies: list[str] = []
     for name in ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__"):
         inner = getattr(torch.Tensor, name)
-        monkeypatch.setattr(torch.Tensor, name, lambda self, *args, _name=name, _inner=inner: copies.append(_name) or _inner(self, *args))
+        monkeypatch.setattr(
+            torch.Tensor,
+            name,
+            lambda self, *args, _name=name, _inner=inner: (
+                copies.append(_name) or _inner(self, *args)
+            ),
+        )
     recorder = VerifyRecorder()
     ids = [f"r{i}-0000000{i}" for i in range(8)]
     recorder.record(prefill(*ids))

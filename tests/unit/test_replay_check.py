@@ -16,8 +16,12 @@ from verl_opd.training.lm_head import label_gaps
 
 
 def test_every_proposal_has_the_slot_it_was_drafted_in():
-    sample = worked_sample()  # prompt of 5; blocks at 0, 2, 6 with proposals (11 902 903), (13 14 15), (931 932 933)
-    layout = build_layout([TrainItem("x", sample.prompt_ids, sample.response_ids, plan_opd(sample, block_size=4))])
+    sample = (
+        worked_sample()
+    )  # prompt of 5; blocks at 0, 2, 6 with proposals (11 902 903), (13 14 15), (931 932 933)
+    layout = build_layout(
+        [TrainItem("x", sample.prompt_ids, sample.response_ids, plan_opd(sample, block_size=4))]
+    )
     assert layout.anchors[0].tolist() == [5, 7, 11]
     assert layout.drafted.token.tolist() == [11, 902, 903, 13, 14, 15, 931, 932, 933]
     assert layout.drafted.slot.tolist() == [1, 2, 3, 5, 6, 7, 9, 10, 11]
@@ -31,8 +35,14 @@ def test_a_block_that_no_engine_drafted_is_not_checked():
 
 
 def test_gaps_are_nats_below_the_best_token():
-    rows, weight = torch.tensor([[1.0, 0.0], [0.0, 2.0]]), torch.tensor([[3.0, 0.0], [2.0, 1.0], [0.0, 4.0]])
-    assert label_gaps(rows, weight, torch.tensor([0, 1]), 1).tolist() == [0.0, 6.0]  # logits (3 2 0) and (0 2 8)
+    rows, weight = (
+        torch.tensor([[1.0, 0.0], [0.0, 2.0]]),
+        torch.tensor([[3.0, 0.0], [2.0, 1.0], [0.0, 4.0]]),
+    )
+    assert label_gaps(rows, weight, torch.tensor([0, 1]), 1).tolist() == [
+        0.0,
+        6.0,
+    ]  # logits (3 2 0) and (0 2 8)
 
 
 def test_near_ties_count_only_as_raw_mismatches():
@@ -50,7 +60,9 @@ def test_near_ties_count_only_as_raw_mismatches():
 
 
 def test_nothing_drafted_measures_nothing():
-    assert reduce_metrics([replay_metrics(torch.zeros(0), torch.zeros(0, dtype=torch.long))]) == {"opd/replay_slots": 0}
+    assert reduce_metrics([replay_metrics(torch.zeros(0), torch.zeros(0, dtype=torch.long))]) == {
+        "opd/replay_slots": 0
+    }
 
 
 @pytest.mark.parametrize(
@@ -63,7 +75,9 @@ def test_nothing_drafted_measures_nothing():
         (0.5, 0.05, (None, 0.1), False),
     ],
 )
-def test_either_limit_stops_and_null_only_reports(far: float, raw: float, limits: tuple[float | None, float | None], fails: bool):
+def test_either_limit_stops_and_null_only_reports(
+    far: float, raw: float, limits: tuple[float | None, float | None], fails: bool
+):
     metrics = {
         "opd/replay_mismatch": far,
         "opd/replay_mismatch_raw": raw,

@@ -13,7 +13,13 @@ import pytest
 from verl_opd.devices import DEVICES
 from verl_opd.errors import RolloutError
 from verl_opd.rollout.http import KeyRequired
-from verl_opd.rollout.server import EXTENSION, EngineSettings, TraceCheck, engine_arguments, engine_environment
+from verl_opd.rollout.server import (
+    EXTENSION,
+    EngineSettings,
+    TraceCheck,
+    engine_arguments,
+    engine_environment,
+)
 
 GOOD = [(1, [11, 99], [-2.0])]
 RESPONSE = (10, 11, 12)
@@ -64,7 +70,10 @@ def test_more_than_a_twentieth_of_broken_traces_ends_the_run():
         check.explain(str(index), GOOD, RESPONSE)
     for _ in range(6):
         check.explain("odd", [], RESPONSE)  # 6 of 104 are within 1 + 5%
-    with pytest.raises(RolloutError, match=r"7 of 105 verify traces do not explain their response; request last: .*position 1"):
+    with pytest.raises(
+        RolloutError,
+        match=r"7 of 105 verify traces do not explain their response; request last: .*position 1",
+    ):
         check.explain("last", [], RESPONSE)
 
 
@@ -79,8 +88,14 @@ def test_a_cpu_engine_gets_its_cores_and_not_rays_thread_count():
 
 
 def test_no_device_sleeps_so_deep_that_the_frozen_target_is_lost():
-    """S9, E1: level 2 drops weights that nobody streams again; the target would answer garbage and everything would be accepted."""
-    assert {device.name: device.sleep_level for device in DEVICES.values()} == {"cpu": 0, "cuda": 1, "npu": 1}
+    """S9, E1: level 2 drops weights that nobody streams again; the target would answer garbage and
+    everything would be accepted.
+    """
+    assert {device.name: device.sleep_level for device in DEVICES.values()} == {
+        "cpu": 0,
+        "cuda": 1,
+        "npu": 1,
+    }
 
 
 def test_sleep_mode_is_asked_for_where_the_device_has_it():
@@ -91,12 +106,26 @@ def test_sleep_mode_is_asked_for_where_the_device_has_it():
 
 def test_engine_arguments_carry_target_draft_and_extension():
     arguments = engine_arguments(
-        settings(engine_kwargs={"compilation_config": '{"mode": 0}', "block_size": 32, "load_format": "safetensors"})
+        settings(
+            engine_kwargs={
+                "compilation_config": '{"mode": 0}',
+                "block_size": 32,
+                "load_format": "safetensors",
+            }
+        )
     )
     assert arguments["model"] == "/target"
-    assert arguments["speculative_config"] == {"method": "dflash", "model": "/draft", "num_speculative_tokens": 2}
+    assert arguments["speculative_config"] == {
+        "method": "dflash",
+        "model": "/draft",
+        "num_speculative_tokens": 2,
+    }
     assert arguments["worker_extension_cls"] == EXTENSION
-    assert (arguments["compilation_config"], arguments["block_size"], arguments["load_format"]) == ({"mode": 0}, 32, "safetensors")
+    assert (arguments["compilation_config"], arguments["block_size"], arguments["load_format"]) == (
+        {"mode": 0},
+        32,
+        "safetensors",
+    )
 
 
 def call(path: str, authorization: str | None = None, kind: str = "http") -> list[Any]:
@@ -110,20 +139,38 @@ def call(path: str, authorization: str | None = None, kind: str = "http") -> lis
         sent.append(message)
 
     headers = [(b"authorization", authorization.encode())] if authorization is not None else []
-    asyncio.run(KeyRequired(app, "secret")({"type": kind, "path": path, "headers": headers}, None, send))
+    asyncio.run(
+        KeyRequired(app, "secret")({"type": kind, "path": path, "headers": headers}, None, send)
+    )
     return sent
 
 
 def test_every_path_but_health_and_metrics_needs_the_key():
     assert call("/health") == call("/metrics") == ["app"]
-    for path in ("/v1/chat/completions", "/invocations", "/tokenize", "/health/../v1/models", "/metricsx"):
+    for path in (
+        "/v1/chat/completions",
+        "/invocations",
+        "/tokenize",
+        "/health/../v1/models",
+        "/metricsx",
+    ):
         assert call(path, "Bearer secret") == ["app"]
-        for wrong in (None, "", "secret", "Bearer secre", "Bearer secret2", "Basic secret", "Bearer s\u00e9cret"):
+        for wrong in (
+            None,
+            "",
+            "secret",
+            "Bearer secre",
+            "Bearer secret2",
+            "Basic secret",
+            "Bearer s\u00e9cret",
+        ):
             assert call(path, wrong)[0]["status"] == 401
     assert call("/v1/realtime", None, "websocket") == [{"type": "websocket.close", "code": 1008}]
 
 
-def test_more_requests_than_the_rate_are_refused_until_there_is_room_again(monkeypatch: pytest.MonkeyPatch):
+def test_more_requests_than_the_rate_are_refused_until_there_is_room_again(
+    monkeypatch: pytest.MonkeyPatch,
+):
     now = [100.0]
     monkeypatch.setattr("verl_opd.rollout.http.time.monotonic", lambda: now[0])
     passed: list[str] = []
@@ -155,11 +202,15 @@ def test_more_requests_than_the_rate_are_refused_until_there_is_room_again(monke
 
 
 def test_a_body_that_is_too_long_is_refused_announced_or_not():
-    async def post(headers: list[tuple[bytes, bytes]], parts: list[bytes]) -> tuple[list[Any], list[Any]]:
+    async def post(
+        headers: list[tuple[bytes, bytes]], parts: list[bytes]
+    ) -> tuple[list[Any], list[Any]]:
         """(what was answered, what the app was given)"""
         sent: list[Any] = []
         received: list[Any] = []
-        messages = iter([{"type": "http.request", "body": part, "more_body": True} for part in parts])
+        messages = iter(
+            [{"type": "http.request", "body": part, "more_body": True} for part in parts]
+        )
 
         async def receive() -> Any:
             return next(messages)
@@ -170,7 +221,11 @@ def test_a_body_that_is_too_long_is_refused_announced_or_not():
         async def app(scope: Any, receive: Any, send: Any) -> None:
             received.extend([await receive() for _ in parts])
 
-        scope = {"type": "http", "path": "/v1/completions", "headers": [(b"authorization", b"Bearer k"), *headers]}
+        scope = {
+            "type": "http",
+            "path": "/v1/completions",
+            "headers": [(b"authorization", b"Bearer k"), *headers],
+        }
         await KeyRequired(app, "k", max_body=10)(scope, receive, send)
         return sent, received
 
@@ -184,5 +239,14 @@ def test_a_body_that_is_too_long_is_refused_announced_or_not():
 
 
 def test_importing_the_server_does_not_import_vllm():
-    code = "import sys, verl_opd.rollout.server, verl_opd.rollout.engine.extension; sys.exit('vllm' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}).returncode == 0
+    code = (
+        "import sys, verl_opd.rollout.server, verl_opd.rollout.engine.extension; sys.exit('vllm' "
+        "in sys.modules)"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        ).returncode
+        == 0
+    )

@@ -14,7 +14,10 @@ def test_open_describe_and_reopen(tmp_path):
     run.describe("x: 1\n", ["verl-opd", "train", "q q"])
     run.open(IDENTITY, resume=True)
     run.describe("x: 1\n", ["verl-opd", "train", "again"])
-    assert (run.root / "command.txt").read_text().splitlines() == ["verl-opd train 'q q'", "verl-opd train again"]
+    assert (run.root / "command.txt").read_text().splitlines() == [
+        "verl-opd train 'q q'",
+        "verl-opd train again",
+    ]
     assert json.loads((run.root / "versions.json").read_text())["torch"]
 
 

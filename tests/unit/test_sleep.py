@@ -1,4 +1,6 @@
-"""Sleep and wake against an engine that really drops what it is told to drop, on every device of the table."""
+"""Sleep and wake against an engine that really drops what it is told to drop, on every device of
+the table.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,9 @@ from verl_opd.rollout.server import EngineSettings, RolloutEngine
 
 
 class DroppingEngine:
-    """As vLLM's engine: level 1 keeps the weights on the host and forgets the KV cache, level 2 forgets both; waking maps what a tag names. Whoever
-    computes with what is not there fails."""
+    """As vLLM's engine: level 1 keeps the weights on the host and forgets the KV cache, level 2
+    forgets both; waking maps what a tag names. Whoever computes with what is not there fails.
+    """
 
     errored = False
 
@@ -68,12 +71,16 @@ class DroppingEngine:
 @pytest.fixture(params=sorted(DEVICES))
 def asleep_and_awake(request: pytest.FixtureRequest) -> tuple[RolloutEngine, DroppingEngine, int]:
     device = DEVICES[request.param]
-    live = RolloutEngine(EngineSettings("t", "float32", "d", "dflash", 3, (0,), 3, 64, 4, device=device.name))
+    live = RolloutEngine(
+        EngineSettings("t", "float32", "d", "dflash", 3, (0,), 3, 64, 4, device=device.name)
+    )
     live._engine = DroppingEngine()
     return live, live._engine, device.sleep_level
 
 
-def test_one_round_keeps_the_target_takes_the_draft_and_forgets_old_prefixes(asleep_and_awake: tuple[RolloutEngine, DroppingEngine, int]):
+def test_one_round_keeps_the_target_takes_the_draft_and_forgets_old_prefixes(
+    asleep_and_awake: tuple[RolloutEngine, DroppingEngine, int],
+):
     live, engine, level = asleep_and_awake
 
     async def tokens(name: str) -> tuple[int, ...]:
@@ -92,7 +99,9 @@ def test_one_round_keeps_the_target_takes_the_draft_and_forgets_old_prefixes(asl
             machine.advance(action)
             await work()
             if action in ("sleep", "wake_weights", "sync"):
-                with pytest.raises(RolloutError, match="the engine is asleep; wake its weights and KV cache first"):
+                with pytest.raises(
+                    RolloutError, match="the engine is asleep; wake its weights and KV cache first"
+                ):
                     await tokens("early")
         machine.require_rollout()
         assert engine.cache == [], "cached prefixes of the old draft are gone"
@@ -101,7 +110,9 @@ def test_one_round_keeps_the_target_takes_the_draft_and_forgets_old_prefixes(asl
     asyncio.run(scenario())
 
 
-def test_sleeping_and_waking_twice_is_once(asleep_and_awake: tuple[RolloutEngine, DroppingEngine, int]):
+def test_sleeping_and_waking_twice_is_once(
+    asleep_and_awake: tuple[RolloutEngine, DroppingEngine, int],
+):
     live, engine, level = asleep_and_awake
 
     async def scenario() -> None:
@@ -119,10 +130,15 @@ def test_sleeping_and_waking_twice_is_once(asleep_and_awake: tuple[RolloutEngine
     asyncio.run(scenario())
 
 
-def test_a_sleep_that_would_lose_the_target_is_refused_and_changes_nothing(asleep_and_awake: tuple[RolloutEngine, DroppingEngine, int]):
+def test_a_sleep_that_would_lose_the_target_is_refused_and_changes_nothing(
+    asleep_and_awake: tuple[RolloutEngine, DroppingEngine, int],
+):
     """E1, E2: after level 2 the target answers garbage and everything is accepted."""
     live, engine, _ = asleep_and_awake
-    with pytest.raises(RolloutError, match="sleep level 2 drops the frozen target, and nobody streams it again: use level 1"):
+    with pytest.raises(
+        RolloutError,
+        match="sleep level 2 drops the frozen target, and nobody streams it again: use level 1",
+    ):
         asyncio.run(live.sleep(2))
     assert engine.calls == []
     assert engine.target is not None

@@ -14,7 +14,16 @@ import pytest
 from scripts import npu_plan
 from scripts.npu_plan import Planner, missing, pins, refusals, strings_of
 from verl_opd import stack
-from verl_opd.stack import Machine, closeness, detect, findings, parse, pick_row, read_table, satisfies
+from verl_opd.stack import (
+    Machine,
+    closeness,
+    detect,
+    findings,
+    parse,
+    pick_row,
+    read_table,
+    satisfies,
+)
 
 ROOT = Path(__file__).parents[2]
 TABLE = read_table()
@@ -37,7 +46,11 @@ FITS = Machine(
 def _with(machine: Machine = FITS, **packages: str | None) -> Machine:
     """The machine with other packages; None takes one away, _ stands for -."""
     changed = {name.replace("_", "-"): version for name, version in packages.items()}
-    kept = {name: version for name, version in {**machine.packages, **changed}.items() if version is not None}
+    kept = {
+        name: version
+        for name, version in {**machine.packages, **changed}.items()
+        if version is not None
+    }
     return dataclasses.replace(machine, packages=kept, vllm=kept.get("vllm"))
 
 
@@ -62,7 +75,9 @@ def _odd(machine: Machine, row: str = "0.21.0") -> dict[str, str]:
         ("unknown", ((0, 0, 0), "", 0)),
     ],
 )
-def test_versions_are_read_without_their_local_part(version: str, parsed: tuple[object, ...]) -> None:
+def test_versions_are_read_without_their_local_part(
+    version: str, parsed: tuple[object, ...]
+) -> None:
     assert parse(version) == parsed
 
 
@@ -107,17 +122,30 @@ def test_the_table_is_whole_and_its_first_row_is_what_the_submodules_hold() -> N
         assert set(row.git) == {"vllm", "vllm_ascend"}
         assert all(closeness(plugin, [row.vllm]) != "other" for plugin in row.vllm_ascend)
         assert closeness(row.torch_npu[0], [row.torch]) != "other"
-    done = subprocess.run(["git", "ls-files", "-s", "third_party"], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["git", "ls-files", "-s", "third_party"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         pytest.skip("not a git checkout")
     links = dict(re.findall(r"^160000 (\w+) \d\tthird_party/(\S+)$", done.stdout, re.MULTILINE))
     first = next(iter(TABLE.values()))
-    assert {name: commit for commit, name in links.items()} == {"vllm": first.git["vllm"], "vllm-ascend": first.git["vllm_ascend"]}
+    assert {name: commit for commit, name in links.items()} == {
+        "vllm": first.git["vllm"],
+        "vllm-ascend": first.git["vllm_ascend"],
+    }
 
 
-def test_the_table_is_found_in_an_installed_package_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_is_found_in_an_installed_package_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "third_party").mkdir()
-    (tmp_path / "third_party" / "versions.json").write_text(json.dumps({"9.9.0": dataclasses.asdict(TABLE["0.21.0"])}))
+    (tmp_path / "third_party" / "versions.json").write_text(
+        json.dumps({"9.9.0": dataclasses.asdict(TABLE["0.21.0"])})
+    )
     monkeypatch.setattr(stack, "_PACKAGE", tmp_path)
     assert list(read_table()) == ["9.9.0"]
     pyproject = (ROOT / "pyproject.toml").read_text()
@@ -145,24 +173,41 @@ def test_detection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (site / "empty-1.0.dist-info").mkdir()
     _dist(later, "vllm", "vllm", "0.18.0")
     project = _dist(site, "verl_opd", "verl-opd", "0.1.0")
-    (project / "direct_url.json").write_text('{"url": "file:///somewhere/verl%20opd", "dir_info": {"editable": true}}')
+    (project / "direct_url.json").write_text(
+        '{"url": "file:///somewhere/verl%20opd", "dir_info": {"editable": true}}'
+    )
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "npu-smi").write_text("#!/bin/sh\n")
     (tmp_path / "bin" / "npu-smi").chmod(0o755)
     monkeypatch.setattr(sys, "path", [str(site), str(later)])
     machine = detect({"PATH": str(tmp_path / "bin")}, tmp_path)
-    packages = {"torch-npu": "2.10.0", "vllm": "0.21.0+empty", "vllm-ascend": "0.21.0rc1", "verl-opd": "0.1.0"}
-    assert {name: version for name, version in machine.packages.items() if name != "empty"} == packages
-    assert (machine.vllm, machine.cann, machine.project) == ("0.21.0+empty", None, "/somewhere/verl opd")
+    packages = {
+        "torch-npu": "2.10.0",
+        "vllm": "0.21.0+empty",
+        "vllm-ascend": "0.21.0rc1",
+        "verl-opd": "0.1.0",
+    }
+    assert {
+        name: version for name, version in machine.packages.items() if name != "empty"
+    } == packages
+    assert (machine.vllm, machine.cann, machine.project) == (
+        "0.21.0+empty",
+        None,
+        "/somewhere/verl opd",
+    )
     assert machine.npu_smi
     assert not machine.nvidia_smi
     assert not machine.cuda
-    (project / "direct_url.json").write_text('{"url": "https://example.org/x.whl", "archive_info": {}}')
+    (project / "direct_url.json").write_text(
+        '{"url": "https://example.org/x.whl", "archive_info": {}}'
+    )
     other = detect({"PATH": "", "VLLM_VERSION": "0.23.0"}, tmp_path)
     assert (other.vllm, other.project, other.npu_smi) == ("0.23.0", None, False)
 
 
-@pytest.mark.parametrize("folder", ["usr/local/Ascend/ascend-toolkit/latest", "usr/local/Ascend/cann", "opt/cann"])
+@pytest.mark.parametrize(
+    "folder", ["usr/local/Ascend/ascend-toolkit/latest", "usr/local/Ascend/cann", "opt/cann"]
+)
 def test_cann_is_found_where_it_says_or_where_it_usually_is(tmp_path: Path, folder: str) -> None:
     info = tmp_path / folder / "aarch64-linux" / "ascend_toolkit_install.info"
     info.parent.mkdir(parents=True)
@@ -179,19 +224,29 @@ def test_cann_is_found_where_it_says_or_where_it_usually_is(tmp_path: Path, fold
         (_with(vllm="0.23.1"), None, False, "0.23.0", "vllm 0.23.1 is installed"),
         (_with(vllm="0.30.0"), None, False, None, "vllm 0.30.0 is installed"),
         (_with(vllm="0.30.0"), None, True, "0.21.0", "CANN 9.0.0 is installed"),
-        (_with(vllm="0.1.dev1+gad7125a43.empty"), None, False, "0.21.0", "vllm-ascend 0.21.0rc1 is installed"),
+        (
+            _with(vllm="0.1.dev1+gad7125a43.empty"),
+            None,
+            False,
+            "0.21.0",
+            "vllm-ascend 0.21.0rc1 is installed",
+        ),
         (_with(vllm=None, vllm_ascend=None), None, False, "0.21.0", "CANN 9.0.0 is installed"),
         (Machine({}, "3.11.7", cann="9.1.0"), None, False, "0.23.0", "CANN 9.1.0 is installed"),
         (Machine({}, "3.11.7"), None, False, "0.21.0", "the row that third_party/ holds"),
     ],
 )
-def test_the_row(machine: Machine, wanted: str | None, engines: bool, row: str | None, why: str) -> None:
+def test_the_row(
+    machine: Machine, wanted: str | None, engines: bool, row: str | None, why: str
+) -> None:
     assert pick_row(TABLE, machine, wanted, engines) == (TABLE[row] if row else None, why)
 
 
 def test_what_fits_has_nothing_to_say() -> None:
     assert _odd(FITS) == {}
-    second = _with(vllm="0.23.0", vllm_ascend="0.23.0.post1", torch_npu="2.10.0.post4", triton_ascend="3.2.2")
+    second = _with(
+        vllm="0.23.0", vllm_ascend="0.23.0.post1", torch_npu="2.10.0.post4", triton_ascend="3.2.2"
+    )
     assert _odd(dataclasses.replace(second, cann="9.1.0"), "0.23.0") == {}
 
 
@@ -203,7 +258,10 @@ def test_what_fits_has_nothing_to_say() -> None:
         (_with(torch=None), {"torch": "error"}),
         (_with(vllm="0.21.1"), {"vllm": "note"}),
         (_with(vllm_ascend="0.23.0"), {"vllm-ascend": "error"}),
-        (_with(vllm="0.1.dev1+g12", vllm_ascend="0.1.dev2+g34"), {"vllm": "note", "vllm-ascend": "note"}),
+        (
+            _with(vllm="0.1.dev1+g12", vllm_ascend="0.1.dev2+g34"),
+            {"vllm": "note", "vllm-ascend": "note"},
+        ),
         (_with(triton="3.5.0"), {"triton": "error"}),
         (_with(triton="3.5.0", triton_ascend=None), {"triton": "error", "triton-ascend": "error"}),
         (_with(transformers="5.10.4"), {"transformers": "note"}),
@@ -230,13 +288,28 @@ def test_an_engine_without_a_row_is_named_with_the_rows_there_are() -> None:
 
 
 def test_pins() -> None:
-    packages = {"torchvision": "0.25.0", "rich": "14", "numpy": "2.1", "torch": "2.10.0+cpu", "triton-ascend": "3.2.1", "numpydoc": "1"}
-    assert pins(packages) == ["numpy==2.1", "torch==2.10.0+cpu", "torchvision==0.25.0", "triton-ascend==3.2.1"]
+    packages = {
+        "torchvision": "0.25.0",
+        "rich": "14",
+        "numpy": "2.1",
+        "torch": "2.10.0+cpu",
+        "triton-ascend": "3.2.1",
+        "numpydoc": "1",
+    }
+    assert pins(packages) == [
+        "numpy==2.1",
+        "torch==2.10.0+cpu",
+        "torchvision==0.25.0",
+        "triton-ascend==3.2.1",
+    ]
     assert pins(packages, torch_only=True) == ["torch==2.10.0+cpu", "torchvision==0.25.0"]
 
 
 def test_lists_in_a_pyproject() -> None:
-    requires = '[build-system]\nrequires = [\n    # "cmake" comes from elsewhere\n    "a[b]>=1",\n    \'c; python_version < "3.12"\',\n]\n'
+    requires = (
+        '[build-system]\nrequires = [\n    # "cmake" comes from elsewhere\n    "a[b]>=1",\n    '
+        "'c; python_version < \"3.12\"',\n]\n"
+    )
     text = requires + '[project]\ndependencies = ["d"]\n'
     assert strings_of("requires", text) == ["a[b]>=1", 'c; python_version < "3.12"']
     assert strings_of("dependencies", text) == ["d"]
@@ -248,7 +321,9 @@ def test_the_projects_dependencies_are_read_as_a_parser_reads_them() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     wanted = tomllib.loads(text)["project"]["dependencies"]
     assert strings_of("dependencies", text) == wanted
-    assert all(re.fullmatch(r"[a-z0-9-]+([<>=!]=?[\d.]+,?)*", requirement) for requirement in wanted), "extras and markers are not read"
+    assert all(
+        re.fullmatch(r"[a-z0-9-]+([<>=!]=?[\d.]+,?)*", requirement) for requirement in wanted
+    ), "extras and markers are not read"
 
 
 def test_missing_requirements() -> None:
@@ -276,9 +351,19 @@ def test_a_finished_machine_has_no_steps(tmp_path: Path) -> None:
 
 def test_transformers_comes_at_the_rows_pin_or_with_the_engine(tmp_path: Path) -> None:
     *_, step = _planner(_with(transformers=None), tmp_path).steps()
-    assert step.command == ("python", "-m", "pip", "install", "-c", "scratch/constraints.txt", "transformers==5.5.4")
+    assert step.command == (
+        "python",
+        "-m",
+        "pip",
+        "install",
+        "-c",
+        "scratch/constraints.txt",
+        "transformers==5.5.4",
+    )
     built = _planner(_with(transformers=None, vllm=None), tmp_path)
-    assert [step.name for step in built.steps() if "transformers==5.5.4" in step.command] == ["pin torch"]
+    assert [step.name for step in built.steps() if "transformers==5.5.4" in step.command] == [
+        "pin torch"
+    ]
     (tmp_path / ".git").mkdir()
     assert _refused(built, {}) == []
 
@@ -302,26 +387,68 @@ def test_errors_that_no_step_repairs_are_refused(tmp_path: Path) -> None:
     assert _refused(_planner(machine, tmp_path), {}) == ["torch", "vllm-ascend", "transformers"]
 
 
-def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(npu_plan, "detect", lambda environ, root=None: dataclasses.replace(FITS, project=str(ROOT)))
+def test_the_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        npu_plan, "detect", lambda environ, root=None: dataclasses.replace(FITS, project=str(ROOT))
+    )
     assert npu_plan.main(["check"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "fits"
     assert npu_plan.main(["check", "--row", "0.23.0"]) == 1
-    assert "ERROR  vllm           0.21.0+empty, but vllm 0.23.0 goes with 0.23.0" in capsys.readouterr().out
+    assert (
+        "ERROR  vllm           0.21.0+empty, but vllm 0.23.0 goes with 0.23.0"
+        in capsys.readouterr().out
+    )
     assert npu_plan.main(["plan", "--python", "python"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert (plan["row"], plan["because"], plan["refused"]) == ("0.21.0", "vllm 0.21.0+empty is installed", [])
+    assert (plan["row"], plan["because"], plan["refused"]) == (
+        "0.21.0",
+        "vllm 0.21.0+empty is installed",
+        [],
+    )
     pin, install = plan["steps"]
     assert (pin["name"], install["command"][:4]) == ("pin all", ["python", "-m", "pip", "install"])
     assert "hydra-core is missing" in install["reason"]
     assert npu_plan.main(["pins", "--torch-only", "--out", str(tmp_path / "pins")]) == 0
     assert (tmp_path / "pins").read_text() == "torch==2.10.0+cpu\ntorch-npu==2.10.0\n"
-    assert npu_plan.main(["pins", "--torch-only", "--also", "transformers==5.5.4", "--out", str(tmp_path / "pins")]) == 0
+    assert (
+        npu_plan.main(
+            [
+                "pins",
+                "--torch-only",
+                "--also",
+                "transformers==5.5.4",
+                "--out",
+                str(tmp_path / "pins"),
+            ]
+        )
+        == 0
+    )
     assert (tmp_path / "pins").read_text().endswith("torch-npu==2.10.0\ntransformers==5.5.4\n")
 
 
 def test_it_runs_by_path_without_any_package(tmp_path: Path) -> None:
-    command = [sys.executable, "-I", "-S", str(ROOT / "scripts" / "npu_plan.py"), "check", "--root", str(tmp_path)]
-    done = subprocess.run(command, cwd=tmp_path, env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=60, check=False)
+    command = [
+        sys.executable,
+        "-I",
+        "-S",
+        str(ROOT / "scripts" / "npu_plan.py"),
+        "check",
+        "--root",
+        str(tmp_path),
+    ]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 1
-    assert "does not fit: torch, torch-npu, vllm, vllm-ascend, triton-ascend, transformers" in done.stdout
+    assert (
+        "does not fit: torch, torch-npu, vllm, vllm-ascend, triton-ascend, transformers"
+        in done.stdout
+    )

@@ -23,7 +23,9 @@ class Counting:
 
 def batch(*rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     width = max(map(len, rows))
-    return torch.tensor([row + [0] * (width - len(row)) for row in rows]), torch.tensor([len(row) for row in rows])
+    return torch.tensor([row + [0] * (width - len(row)) for row in rows]), torch.tensor(
+        [len(row) for row in rows]
+    )
 
 
 def test_a_sequence_is_computed_once_whatever_it_is_batched_and_padded_with():

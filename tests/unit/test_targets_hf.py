@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from tests.drafts import HIDDEN, LAYERS, VOCAB, target_config
 from verl_opd.errors import ConfigError
@@ -20,7 +28,9 @@ def _save(directory: Path, kind: str = "llama", **changes: object) -> str:
     config_class, model_class = KINDS[kind]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model_class(target_config(config_class, initializer_range=0.2, **changes)).save_pretrained(directory)
+        model_class(target_config(config_class, initializer_range=0.2, **changes)).save_pretrained(
+            directory
+        )
     return str(directory)
 
 
@@ -36,7 +46,9 @@ def _ids(*shape: int) -> torch.Tensor:
 def test_features_are_the_layer_outputs_in_the_order_asked(tmp_path: Path, kind: str) -> None:
     path, ids = _save(tmp_path, kind), _ids(2, 9)
     features = _target(path, [1, 3, 5]).features(ids, torch.tensor([9, 9]))
-    states = AutoModelForCausalLM.from_pretrained(path)(ids, output_hidden_states=True).hidden_states
+    states = AutoModelForCausalLM.from_pretrained(path)(
+        ids, output_hidden_states=True
+    ).hidden_states
     expected = torch.cat([states[i + 1] for i in (1, 3, 5)], dim=-1)
     assert features.aux.shape == (2, 9, 3 * HIDDEN)
     torch.testing.assert_close(features.aux, expected, rtol=1e-5, atol=1e-5)
@@ -44,8 +56,9 @@ def test_features_are_the_layer_outputs_in_the_order_asked(tmp_path: Path, kind:
 
 
 def test_each_layer_is_identifiable_and_the_last_one_is_not_normed(tmp_path: Path) -> None:
-    """A target whose layer i only adds 2^i to every component: its output is embedding + 2^(i+1) - 1, also for the last layer, where
-    transformers' own list holds the normed state."""
+    """A target whose layer i only adds 2^i to every component: its output is embedding + 2^(i+1) -
+    1, also for the last layer, where transformers' own list holds the normed state.
+    """
     path = _save(tmp_path)
     target = _target(path, [0, 1, LAYERS - 1])
     for index, layer in enumerate(target._decoder.layers):
@@ -68,7 +81,9 @@ def test_rows_do_not_depend_on_padding_or_neighbours(tmp_path: Path) -> None:
     for row, length in enumerate(lengths.tolist()):
         single = target.features(ids[row : row + 1, :length], lengths[row : row + 1])
         torch.testing.assert_close(batch.aux[row, :length], single.aux[0], rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(batch.last_hidden[row, :length], single.last_hidden[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            batch.last_hidden[row, :length], single.last_hidden[0], rtol=1e-5, atol=1e-5
+        )
     other = ids.clone()
     other[1, 4:] = 5
     assert torch.equal(target.features(other, lengths).aux[1, :4], batch.aux[1, :4])
@@ -76,7 +91,9 @@ def test_rows_do_not_depend_on_padding_or_neighbours(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_head_and_embedding(tmp_path: Path, tied: bool) -> None:
-    """B15: the last hidden state is the one after the final norm, so that the head gives the model's own logits."""
+    """B15: the last hidden state is the one after the final norm, so that the head gives the
+    model's own logits.
+    """
     path = _save(tmp_path, tie_word_embeddings=tied)
     target, model = _target(path, [1]), AutoModelForCausalLM.from_pretrained(path)
     ids = _ids(1, 6)
@@ -111,5 +128,8 @@ def test_missing_weights_are_not_left_random(tmp_path: Path) -> None:
 def test_supported_targets() -> None:
     for config in (LlamaConfig(), Qwen2Config(), Qwen3Config()):
         check_target_supported(config)
-    with pytest.raises(ConfigError, match=r"'gpt2' model \(GPT2LMHeadModel\); drafting is supported for llama, qwen2, qwen3"):
+    with pytest.raises(
+        ConfigError,
+        match=r"'gpt2' model \(GPT2LMHeadModel\); drafting is supported for llama, qwen2, qwen3",
+    ):
         check_target_supported(GPT2Config(architectures=["GPT2LMHeadModel"]))

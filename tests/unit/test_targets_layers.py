@@ -26,7 +26,10 @@ def test_default_layers(layers: int, count: int, ids: list[int]) -> None:
 
 @pytest.mark.parametrize(("layers", "count"), [(6, 5), (4, 2), (3, 2), (2, 2), (36, 0)])
 def test_more_features_than_layers_can_give(layers: int, count: int) -> None:
-    with pytest.raises(ConfigError, match=rf"draft\.num_target_features={count} does not fit a target of {layers} layers"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"draft\.num_target_features={count} does not fit a target of {layers} layers",
+    ):
         default_layer_ids(layers, count)
 
 

@@ -10,15 +10,23 @@ from verl_opd.targets.tokens import check_mask_token, mask_candidates
 
 
 def test_candidates_are_special_tokens_that_nothing_writes() -> None:
-    """Of <|endoftext|> (padding), <|im_start|> (template), <|im_end|> (end of turn) and <|mask|>, only the last is free."""
-    assert mask_candidates(tiny_tokenizer(), VOCAB_SIZE, limit=2) == [(MASK_TOKEN_ID, "<|mask|>"), (260, "<|reserved_0|>")]
+    """Of <|endoftext|> (padding), <|im_start|> (template), <|im_end|> (end of turn) and <|mask|>,
+    only the last is free.
+    """
+    assert mask_candidates(tiny_tokenizer(), VOCAB_SIZE, limit=2) == [
+        (MASK_TOKEN_ID, "<|mask|>"),
+        (260, "<|reserved_0|>"),
+    ]
     assert len(mask_candidates(tiny_tokenizer(), VOCAB_SIZE)) == 5
 
 
 def test_rows_without_a_token_come_last() -> None:
     tokenizer = tiny_tokenizer()
     rows = mask_candidates(tokenizer, VOCAB_SIZE + 2, limit=1000)
-    assert rows[-2:] == [(VOCAB_SIZE, "(row without a token)"), (VOCAB_SIZE + 1, "(row without a token)")]
+    assert rows[-2:] == [
+        (VOCAB_SIZE, "(row without a token)"),
+        (VOCAB_SIZE + 1, "(row without a token)"),
+    ]
     check_mask_token(VOCAB_SIZE, tokenizer, VOCAB_SIZE + 2)
 
 
@@ -46,7 +54,10 @@ def test_tokens_in_use_are_refused_with_candidates(mask: int) -> None:
 
 @pytest.mark.parametrize("mask", [-1, VOCAB_SIZE])
 def test_a_mask_token_without_an_embedding_row_is_refused(mask: int) -> None:
-    with pytest.raises(ConfigError, match=f"draft.mask_token_id={mask} is not a row of the target's {VOCAB_SIZE}-row embedding"):
+    with pytest.raises(
+        ConfigError,
+        match=f"draft.mask_token_id={mask} is not a row of the target's {VOCAB_SIZE}-row embedding",
+    ):
         check_mask_token(mask, tiny_tokenizer(), VOCAB_SIZE)
 
 

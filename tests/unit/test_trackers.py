@@ -44,9 +44,13 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return fake
 
 
-def test_a_validation_after_its_training_step_reaches_every_tracker(tmp_path: Path, wandb: Any) -> None:
+def test_a_validation_after_its_training_step_reaches_every_tracker(
+    tmp_path: Path, wandb: Any
+) -> None:
     """H10: every step once, and finished once."""
-    trackers = Trackers(["console", "jsonl", "tensorboard", "wandb"], tmp_path, "project", "name", {})
+    trackers = Trackers(
+        ["console", "jsonl", "tensorboard", "wandb"], tmp_path, "project", "name", {}
+    )
     trackers.log(9, {"actor/lr": 0.5})
     trackers.log(9, {"test_rollout/x/vllm_spec_accept_length": 1.75})
     trackers.log(10, {"actor/lr": 0.25})
@@ -62,8 +66,14 @@ def test_a_validation_after_its_training_step_reaches_every_tracker(tmp_path: Pa
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(row["step"], row.get("actor/lr")) for row in rows] == [(9, 0.5), (9, None), (10, 0.25)]
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("actor/lr")] == [(9, 0.5), (10, 0.25)]
-    assert [(event.step, event.value) for event in events.Scalars("test_rollout/x/vllm_spec_accept_length")] == [(9, 1.75)]
+    assert [(event.step, event.value) for event in events.Scalars("actor/lr")] == [
+        (9, 0.5),
+        (10, 0.25),
+    ]
+    assert [
+        (event.step, event.value)
+        for event in events.Scalars("test_rollout/x/vllm_spec_accept_length")
+    ] == [(9, 1.75)]
 
 
 def test_a_resumed_run_continues_its_wandb_run(tmp_path: Path, wandb: Any) -> None:
@@ -74,7 +84,9 @@ def test_a_resumed_run_continues_its_wandb_run(tmp_path: Path, wandb: Any) -> No
     assert first["resume"] == "allow"
 
 
-def test_wandb_that_is_not_installed_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_that_is_not_installed_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match=r"verl-opd\[wandb\]"):
         Trackers(["wandb"], tmp_path, "project", "name", {})

@@ -24,7 +24,9 @@ def test_warm_up_then_cosine() -> None:
 
 
 def test_no_warm_up_starts_at_the_full_rate() -> None:
-    assert schedule(4, lr_warmup_ratio=0.0) == pytest.approx([1.0, 0.5 * (1 + math.sqrt(0.5)), 0.5, 0.5 * (1 - math.sqrt(0.5))])
+    assert schedule(4, lr_warmup_ratio=0.0) == pytest.approx(
+        [1.0, 0.5 * (1 + math.sqrt(0.5)), 0.5, 0.5 * (1 - math.sqrt(0.5))]
+    )
 
 
 def test_the_floor_is_a_share_of_the_rate() -> None:
@@ -35,7 +37,9 @@ def test_the_floor_is_a_share_of_the_rate() -> None:
 
 def test_another_base_rate_scales_the_schedule() -> None:
     optim = OptimConfig(lr=2.0, min_lr_ratio=0.1, lr_warmup_ratio=0.2)
-    assert [lr_at(step, 10, optim, 0.5) for step in range(10)] == pytest.approx([lr_at(step, 10, optim) / 4 for step in range(10)])
+    assert [lr_at(step, 10, optim, 0.5) for step in range(10)] == pytest.approx(
+        [lr_at(step, 10, optim) / 4 for step in range(10)]
+    )
 
 
 @pytest.mark.parametrize(("total", "ratio"), [(1, 0.05), (1, 0.0), (3, 1.0)])

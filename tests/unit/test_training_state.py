@@ -1,4 +1,6 @@
-"""What leaves a trainer: snapshots, exports, and checkpoints that continue on any number of ranks."""
+"""What leaves a trainer: snapshots, exports, and checkpoints that continue on any
+number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,9 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-5)
 
 
-def test_a_resumed_trainer_continues_bit_by_bit(models: Path, third: dict[str, Tensor], ranks: list[dict[str, Any]]) -> None:
+def test_a_resumed_trainer_continues_bit_by_bit(
+    models: Path, third: dict[str, Tensor], ranks: list[dict[str, Any]]
+) -> None:
     resumed = other(models, 0, 1)
     resumed.load(str(models / "dcp_one"))
     assert_equal(step(resumed), third)
@@ -89,7 +93,9 @@ def test_a_resumed_trainer_continues_bit_by_bit(models: Path, third: dict[str, T
         assert_equal(rank["third_resumed"], rank["third"])
 
 
-def test_it_continues_on_another_number_of_ranks(models: Path, third: dict[str, Tensor], ranks: list[dict[str, Any]]) -> None:
+def test_it_continues_on_another_number_of_ranks(
+    models: Path, third: dict[str, Tensor], ranks: list[dict[str, Any]]
+) -> None:
     for rank in ranks:
         assert_close(rank["third_from_one"], third)
     narrower = other(models, 0, 1)
@@ -104,7 +110,9 @@ def test_each_rank_gets_its_own_random_state_back(ranks: list[dict[str, Any]]) -
     assert not torch.equal(ranks[0]["random"], ranks[1]["random"])
 
 
-def test_saving_before_the_first_update_changes_nothing(models: Path, tmp_path: Path, one_rank: None) -> None:
+def test_saving_before_the_first_update_changes_nothing(
+    models: Path, tmp_path: Path, one_rank: None
+) -> None:
     saver = make_trainer(models)
     saver.save(str(tmp_path / "dcp"))
     resumed = other(models, 0, 1)
@@ -114,12 +122,16 @@ def test_saving_before_the_first_update_changes_nothing(models: Path, tmp_path: 
     assert_equal(step(resumed), expected)
 
 
-def test_a_snapshot_is_the_draft_in_bf16_with_its_checksum(models: Path, ranks: list[dict[str, Any]]) -> None:
+def test_a_snapshot_is_the_draft_in_bf16_with_its_checksum(
+    models: Path, ranks: list[dict[str, Any]]
+) -> None:
     snapshot = ranks[0]["snapshot"]
     assert ranks[1]["snapshot"] is None
     assert (snapshot.version, snapshot.path) == (7, str(models / "snapshot.safetensors"))
     tensors = load_file(snapshot.path)
-    assert_equal(tensors, {name: weight.to(torch.bfloat16) for name, weight in ranks[0]["weights"].items()})
+    assert_equal(
+        tensors, {name: weight.to(torch.bfloat16) for name, weight in ranks[0]["weights"].items()}
+    )
     assert checksum(tensors) == snapshot.checksum
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == snapshot.shapes
     assert [path.name for path in models.glob("snapshot*")] == ["snapshot.safetensors"]
@@ -127,4 +139,7 @@ def test_a_snapshot_is_the_draft_in_bf16_with_its_checksum(models: Path, ranks: 
 
 def test_an_export_holds_the_snapshot(models: Path, ranks: list[dict[str, Any]]) -> None:
     verify_draft(models / "export", "dflash", "the export")
-    assert checksum(load_file(models / "export" / "model.safetensors")) == ranks[0]["snapshot"].checksum
+    assert (
+        checksum(load_file(models / "export" / "model.safetensors"))
+        == ranks[0]["snapshot"].checksum
+    )

@@ -1,4 +1,6 @@
-"""The training step against a plain reference, and its invariance to how a mini-batch is split over micro-batches and ranks."""
+"""The training step against a plain reference, and its invariance to how a mini-batch is split over
+micro-batches and ranks.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ class Outcome:
     weights: dict[str, Tensor]
 
 
-def update_twice(trainer: ObservedTrainer, items: list[TrainItem], totals: StreamTotals) -> tuple[StepMetrics, Any, Any]:
+def update_twice(
+    trainer: ObservedTrainer, items: list[TrainItem], totals: StreamTotals
+) -> tuple[StepMetrics, Any, Any]:
     metrics = trainer.update(items, totals, SPEC, LR)
     gradients = trainer.gradients
     trainer.update(items, totals, SPEC, LR)
@@ -78,7 +82,9 @@ def two_ranks(root: Path, rank: int, world: int) -> dict[str, Any]:
         trainer = make_trainer(root, rank, world, max_tokens_per_micro_batch=budget)
         results[name] = update_twice(trainer, [items[i] for i in shares[rank]], totals_of(items))
     trainer = calm(OverflowingTrainer(make_config(root), draft_config(BLOCK), rank, world, "cpu"))
-    results["nan_loss"] = trainer.update([poisoned()] if rank else items, totals_of([*items, poisoned()]), SPEC, LR)
+    results["nan_loss"] = trainer.update(
+        [poisoned()] if rank else items, totals_of([*items, poisoned()]), SPEC, LR
+    )
     trainer.overflow = rank == 1
     results["infinite_gradient"] = trainer.update(items[rank::2], totals_of(items), SPEC, LR)
     trainer.overflow = False
@@ -108,7 +114,9 @@ def assert_same(found: Outcome, expected: Outcome) -> None:
     assert found.gradients.keys() == expected.gradients.keys() == found.weights.keys()
     for name, gradient in found.gradients.items():
         torch.testing.assert_close(gradient, expected.gradients[name], rtol=1e-4, atol=1e-6)
-        torch.testing.assert_close(found.weights[name], expected.weights[name], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            found.weights[name], expected.weights[name], rtol=1e-5, atol=1e-5
+        )
 
 
 def merged(parts: list[tuple[StepMetrics, Any, Any]]) -> Outcome:
@@ -119,11 +127,15 @@ def merged(parts: list[tuple[StepMetrics, Any, Any]]) -> Outcome:
     return Outcome(reduce_metrics([part[0] for part in parts]), gradients, weights)
 
 
-# -- what an update computes ------------------------------------------------------------------------------------------------------------
+# -- what an update computes -----------------------------------------------------------------------
 
 
-def plain_loss(draft: torch.nn.Module, target: torch.nn.Module, items: list[TrainItem], spec: LossSpec) -> Tensor:
-    """The loss written out token by token: one block at a time, no padding, no trimming, all logits, float64."""
+def plain_loss(
+    draft: torch.nn.Module, target: torch.nn.Module, items: list[TrainItem], spec: LossSpec
+) -> Tensor:
+    """The loss written out token by token: one block at a time, no padding, no trimming, all
+    logits, float64.
+    """
     layer_ids, embed = FAMILY.layer_ids(draft_config(BLOCK)), target.get_input_embeddings()
     total, weights = torch.zeros((), dtype=torch.float64), 0.0
     for item in items:
@@ -136,13 +148,20 @@ def plain_loss(draft: torch.nn.Module, target: torch.nn.Module, items: list[Trai
         for anchor in plan.anchors:
             full = len(item.prompt_ids) + anchor
             slots = torch.tensor([[[int(ids[0, full]), *[MASK] * (BLOCK - 1)]]])
-            hidden = FAMILY.replay(draft, aux, embed(slots), make_layout([ids.shape[1]], [[full]], BLOCK))
+            hidden = FAMILY.replay(
+                draft, aux, embed(slots), make_layout([ids.shape[1]], [[full]], BLOCK)
+            )
             log_q.append(torch.log_softmax((hidden[0] @ target.lm_head.weight.T).double(), -1))
-        for block, offset, label in zip(plan.response_block, plan.response_offset, plan.response_label, strict=True):
+        for block, offset, label in zip(
+            plan.response_block, plan.response_offset, plan.response_label, strict=True
+        ):
             row = log_p[len(item.prompt_ids) + plan.anchors[block] + offset - 1]
             p, q = row.exp(), log_q[block][offset].exp()
             if spec.response_loss == "forward_kl":
-                value = p[label] * (p[label] / q[label]).log() + (1 - p[label]) * ((1 - p[label]) / (1 - q[label])).log()
+                value = (
+                    p[label] * (p[label] / q[label]).log()
+                    + (1 - p[label]) * ((1 - p[label]) / (1 - q[label])).log()
+                )
             elif spec.response_loss == "full_forward_kl":
                 value = (p * (p / q).log()).sum()
             elif spec.response_loss == "tv":
@@ -153,7 +172,13 @@ def plain_loss(draft: torch.nn.Module, target: torch.nn.Module, items: list[Trai
                 value = -q[label].log()
             total = total + value * spec.response_position_decay ** (offset - 1)
             weights += spec.response_position_decay ** (offset - 1)
-        refused = zip(plan.refused_block, plan.refused_offset, plan.refused_token, plan.refused_logprob, strict=True)
+        refused = zip(
+            plan.refused_block,
+            plan.refused_offset,
+            plan.refused_token,
+            plan.refused_logprob,
+            strict=True,
+        )
         for block, offset, token, logprob in refused:
             ratio = logprob - log_q[block][offset][token]
             assert ratio.exp() - ratio - 1 < 10, "the estimator clamps larger values"
@@ -170,8 +195,16 @@ def plain_loss(draft: torch.nn.Module, target: torch.nn.Module, items: list[Trai
         ("full_forward_kl", 0.6),
     ],
 )
-def test_an_update_has_the_gradient_of_the_plain_loss(models: Path, one_rank: None, response_loss: str, temperature: float) -> None:
-    spec = replace(SPEC, response_loss=response_loss, loss_max_clamp=None, log_prob_min_clamp=None, teacher_temperature=temperature)
+def test_an_update_has_the_gradient_of_the_plain_loss(
+    models: Path, one_rank: None, response_loss: str, temperature: float
+) -> None:
+    spec = replace(
+        SPEC,
+        response_loss=response_loss,
+        loss_max_clamp=None,
+        log_prob_min_clamp=None,
+        teacher_temperature=temperature,
+    )
     target = AutoModelForCausalLM.from_pretrained(models / "target", dtype=torch.float32)
     draft = FAMILY.build(draft_config(BLOCK), seed=0, init_std=0.02)
     FAMILY.load_weights(draft, str(models / "draft"))
@@ -183,15 +216,28 @@ def test_an_update_has_the_gradient_of_the_plain_loss(models: Path, one_rank: No
     norm = math.sqrt(sum(float(parameter.grad.square().sum()) for parameter in draft.parameters()))
     assert metrics.finish()["actor/grad_norm"] == pytest.approx(norm, rel=1e-3)
     for name, parameter in draft.named_parameters():
-        torch.testing.assert_close(trainer.gradients[name], parameter.grad, rtol=2e-3, atol=1e-4 * norm)
+        torch.testing.assert_close(
+            trainer.gradients[name], parameter.grad, rtol=2e-3, atol=1e-4 * norm
+        )
 
 
-@pytest.mark.parametrize("training", [{"max_tokens_per_micro_batch": 1}, {"max_tokens_per_micro_batch": 60}, {"lm_head_chunk_size": 3}])
-def test_the_result_does_not_depend_on_the_micro_batches(models: Path, expected: Outcome, training: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "training",
+    [
+        {"max_tokens_per_micro_batch": 1},
+        {"max_tokens_per_micro_batch": 60},
+        {"lm_head_chunk_size": 3},
+    ],
+)
+def test_the_result_does_not_depend_on_the_micro_batches(
+    models: Path, expected: Outcome, training: dict[str, int]
+) -> None:
     items = make_items()
     if budget := training.get("max_tokens_per_micro_batch"):
         assert 1 < len(split_micro_batches(items, budget)) <= 4
-    metrics, gradients, weights = update_twice(make_trainer(models, **training), items, totals_of(items))
+    metrics, gradients, weights = update_twice(
+        make_trainer(models, **training), items, totals_of(items)
+    )
     assert_same(Outcome(reduce_metrics([metrics]), gradients, weights), expected)
 
 
@@ -203,21 +249,34 @@ def test_padding_does_not_change_the_result(models: Path, expected: Outcome) -> 
 
 
 @pytest.mark.parametrize("name", SPLITS)
-def test_the_result_does_not_depend_on_the_ranks(sharded: list[dict[str, Any]], expected: Outcome, name: str) -> None:
-    """I1, I2: idle ranks join every collective; gradients do not shrink with the number of ranks."""
+def test_the_result_does_not_depend_on_the_ranks(
+    sharded: list[dict[str, Any]], expected: Outcome, name: str
+) -> None:
+    """I1, I2: idle ranks join every collective; gradients do not shrink with the
+    number of ranks.
+    """
     assert_same(merged([rank[name] for rank in sharded]), expected)
 
 
-# -- what an update refuses -------------------------------------------------------------------------------------------------------------
+# -- what an update refuses ------------------------------------------------------------------------
 
 
-def test_what_is_not_finite_on_one_rank_skips_the_step_on_all(sharded: list[dict[str, Any]], expected: Outcome) -> None:
-    nan, infinite = (reduce_metrics([rank[name] for rank in sharded]) for name in ("nan_loss", "infinite_gradient"))
+def test_what_is_not_finite_on_one_rank_skips_the_step_on_all(
+    sharded: list[dict[str, Any]], expected: Outcome
+) -> None:
+    nan, infinite = (
+        reduce_metrics([rank[name] for rank in sharded])
+        for name in ("nan_loss", "infinite_gradient")
+    )
     assert nan["actor/skipped_steps"] == infinite["actor/skipped_steps"] == 1
-    assert "actor/distillation/loss" not in nan  # skipped and counted, and no NaN in anyone's dashboard
+    assert (
+        "actor/distillation/loss" not in nan
+    )  # skipped and counted, and no NaN in anyone's dashboard
     assert math.isfinite(infinite["actor/distillation/loss"])
     assert "actor/grad_norm" not in infinite
-    assert_same(merged([rank["after_skips"] for rank in sharded]), expected)  # neither weights nor moments remember the two
+    assert_same(
+        merged([rank["after_skips"] for rank in sharded]), expected
+    )  # neither weights nor moments remember the two
 
 
 def test_nothing_supervised_anywhere_skips_the_step(sharded: list[dict[str, Any]]) -> None:
@@ -229,23 +288,31 @@ def test_nothing_supervised_anywhere_skips_the_step(sharded: list[dict[str, Any]
     assert reduce_metrics([rank["nothing"][0] for rank in sharded])["actor/skipped_steps"] == 1
 
 
-def test_the_gradient_is_clipped_and_its_norm_reported_before(models: Path, one_rank: None, expected: Outcome) -> None:
+def test_the_gradient_is_clipped_and_its_norm_reported_before(
+    models: Path, one_rank: None, expected: Outcome
+) -> None:
     trainer = make_trainer(models)
     trainer.cfg.optim.grad_clip = 1e-3
     seen: list[float] = []
     trainer.optimizer.register_step_pre_hook(
         lambda optimizer, *_: seen.append(
-            sum(float(p.grad.full_tensor().square().sum()) for g in optimizer.param_groups for p in g["params"])
+            sum(
+                float(p.grad.full_tensor().square().sum())
+                for g in optimizer.param_groups
+                for p in g["params"]
+            )
         )
     )
     metrics = trainer.update(make_items(), totals_of(make_items()), SPEC, LR).finish()
     assert math.sqrt(seen[0]) == pytest.approx(1e-3, rel=1e-3)
-    assert metrics["actor/grad_norm"] == pytest.approx(expected.metrics["actor/grad_norm"], rel=1e-5)
+    assert metrics["actor/grad_norm"] == pytest.approx(
+        expected.metrics["actor/grad_norm"], rel=1e-5
+    )
     assert metrics["actor/grad_norm"] > 0.01
     assert (metrics["actor/lr"], metrics["actor/skipped_steps"]) == (LR, 0)
 
 
-# -- what stays, what moves -------------------------------------------------------------------------------------------------------------
+# -- what stays, what moves ------------------------------------------------------------------------
 
 
 def test_the_target_is_frozen(models: Path, one_rank: None) -> None:
@@ -262,11 +329,16 @@ def test_the_target_is_frozen(models: Path, one_rank: None) -> None:
 
 
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
-def test_updates_fit_the_draft_to_its_samples(models: Path, one_rank: None, param_dtype: str) -> None:
+def test_updates_fit_the_draft_to_its_samples(
+    models: Path, one_rank: None, param_dtype: str
+) -> None:
     trainer = make_trainer(models, param_dtype=param_dtype, gradient_checkpointing=True)
     spec = replace(SPEC, response_loss="cross_entropy", rejected_stream_weight=0.0)
     losses = [
-        trainer.update(make_items(), totals_of(make_items(), spec), spec, 10 * LR).finish()["actor/distillation/loss"] for _ in range(25)
+        trainer.update(make_items(), totals_of(make_items(), spec), spec, 10 * LR).finish()[
+            "actor/distillation/loss"
+        ]
+        for _ in range(25)
     ]
     assert losses[-1] < 0.1 * losses[0]
     assert all(weight.dtype == torch.float32 for weight in trainer.weights().values())

@@ -9,12 +9,17 @@ from scripts.wandb_workspace import PANELS, workspace
 from tests.docs import undocumented
 
 ROOT = Path(__file__).parents[2]
-METRICS = [metric for panels in PANELS.values() for metrics in panels.values() for metric in metrics]
+METRICS = [
+    metric for panels in PANELS.values() for metrics in panels.values() for metric in metrics
+]
 
 
 def test_every_panel_shows_what_runs_log() -> None:
     """Names are those of docs/metrics.md; a pattern stands for one of the names that it matches."""
-    assert undocumented({metric.replace("pos_*", "pos_1").replace("*", "gsm8k") for metric in METRICS}) == set()
+    assert (
+        undocumented({metric.replace("pos_*", "pos_1").replace("*", "gsm8k") for metric in METRICS})
+        == set()
+    )
 
 
 def test_the_workspace_holds_all_panels_over_the_same_axis() -> None:

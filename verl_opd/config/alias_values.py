@@ -1,4 +1,6 @@
-"""What values of verl's and Draft-OPD's keys mean in ours: one by one, and for keys that together decide one of ours."""
+"""What values of verl's and Draft-OPD's keys mean in ours: one by one, and for keys that together
+decide one of ours.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from hydra.errors import HydraException
 
 from verl_opd.errors import ConfigError
 
-Given = Mapping[str, Any]  # every key of the command line, theirs and ours, with the value of its last line
+Given = Mapping[
+    str, Any
+]  # every key of the command line, theirs and ours, with the value of its last line
 
 UNREADABLE = object()
 
@@ -25,7 +29,9 @@ def parsed(key: str, raw: str) -> Any:
     except HydraException:
         return UNREADABLE
     if isinstance(value, Sweep):
-        raise ConfigError(f"{key}={raw}: several values; a list is written [a,b], a string with a comma '\"a,b\"'")
+        raise ConfigError(
+            f"{key}={raw}: several values; a list is written [a,b], a string with a comma '\"a,b\"'"
+        )
     return value
 
 
@@ -81,14 +87,18 @@ def loggers(value: Any) -> str | None:
 
 
 def benchmarks(value: Any) -> str | None:
-    """Files, named as Draft-OPD names its benchmarks: lower-cased stem without _user_prompt and _128, `_` for other characters, _2, _3 ... for repeats."""
+    """Files, named as Draft-OPD names its benchmarks: lower-cased stem without _user_prompt and
+    _128, `_` for other characters, _2, _3 ... for repeats.
+    """
     if isinstance(value, str) and not value.startswith("["):
         value = [value]
     entries, named = _listed(value), dict[str, str]()
     if entries is None:
         return None
     for entry in entries:
-        stem = PurePosixPath(str(entry)).stem.lower().removesuffix("_user_prompt").removesuffix("_128")
+        stem = (
+            PurePosixPath(str(entry)).stem.lower().removesuffix("_user_prompt").removesuffix("_128")
+        )
         name = base = re.sub(r"[^a-z0-9_]", "_", stem)
         if not base:
             raise ValueError("a list of files, none of them empty")
@@ -126,8 +136,19 @@ def a_path(value: Any) -> None:
 DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
 ATTENTION = dict.fromkeys(("flex_attention", "auto", "sdpa"), "sdpa") | {"eager": "eager"}
 SOURCES = {"auto": "auto", "server": "server", "composed_main": "composed"}
-_MODES = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
-_DISTRIBUTIONS = {"forward_kl_topk": "forward_kl_topk", "eagle3_native_target_distribution": "full_forward_kl"}
+_MODES = {
+    "kl": "k1",
+    "k1": "k1",
+    "abs": "abs",
+    "mse": "k2",
+    "k2": "k2",
+    "low_var_kl": "k3",
+    "k3": "k3",
+}
+_DISTRIBUTIONS = {
+    "forward_kl_topk": "forward_kl_topk",
+    "eagle3_native_target_distribution": "full_forward_kl",
+}
 
 # --- keys that together decide one of ours ---
 
@@ -139,7 +160,10 @@ _TEACHERS = "distillation.teacher_models."
 
 
 def family(given: Given) -> dict[str, str]:
-    variant, method = given.get(f"{_OVERRIDE}dflash_draft_variant", "auto"), given.get(f"{_MTP}method")
+    variant, method = (
+        given.get(f"{_OVERRIDE}dflash_draft_variant", "auto"),
+        given.get(f"{_MTP}method"),
+    )
     for key, value, known in (
         (f"{_OVERRIDE}dflash_draft_variant", variant, ("auto", "dflash", "dspark")),
         (f"{_MTP}method", method, (None, "dflash", "eagle3", "dspark")),
@@ -153,7 +177,8 @@ def family(given: Given) -> dict[str, str]:
         wanted.add("dflash")
     if len(wanted) > 1:
         raise ConfigError(
-            f"{_MTP}method={method}, {_OVERRIDE}dflash_draft_variant={variant} and the composed student ask for {' and '.join(sorted(wanted))}: "
+            f"{_MTP}method={method}, {_OVERRIDE}dflash_draft_variant={variant} and the composed "
+            f"student ask for {' and '.join(sorted(wanted))}: "
             "use draft.family"
         )
     return {"draft.family": wanted.pop()} if wanted else {}
@@ -161,7 +186,10 @@ def family(given: Given) -> dict[str, str]:
 
 def students(given: Given) -> dict[str, str]:
     nodes = _whole(given, "trainer.nnodes", 1)
-    return {"trainer.n_student_workers": str(_whole(given, "trainer.n_gpus_per_node", 1) * nodes), "trainer.nnodes": str(nodes)}
+    return {
+        "trainer.n_student_workers": str(_whole(given, "trainer.n_gpus_per_node", 1) * nodes),
+        "trainer.nnodes": str(nodes),
+    }
 
 
 def teachers(given: Given) -> dict[str, str]:
@@ -177,45 +205,71 @@ def teachers(given: Given) -> dict[str, str]:
     for entry_name, entry in sorted(models.items()):
         name = "default" if len(models) == 1 else str(entry.get("key", entry_name))
         if name in named or not re.fullmatch(r"[\w./-]+", name):
-            raise ConfigError(f"{_TEACHERS}{entry_name}.key={name} must differ from the others, and hold letters, digits and . / - _ only")
+            raise ConfigError(
+                f"{_TEACHERS}{entry_name}.key={name} must differ from the others, and hold "
+                "letters, digits and . / - _ only"
+            )
         named[name] = quoted(str(entry["model_path"]))
-    result = {"teacher.models": "{" + ", ".join(f"{name}: {path}" for name, path in named.items()) + "}"} if named else {}
+    result = (
+        {"teacher.models": "{" + ", ".join(f"{name}: {path}" for name, path in named.items()) + "}"}
+        if named
+        else {}
+    )
     replicas = _replicas(given, models or entries)
     return result | ({"teacher.replicas": str(replicas)} if replicas else {})
 
 
 def _replicas(given: Given, entries: Mapping[str, Given]) -> int:
     """Servers a teacher; 0 when no line says."""
-    pool = _whole(given, "distillation.n_gpus_per_node", 0) * max(1, _whole(given, "distillation.nnodes", 1))
+    pool = _whole(given, "distillation.n_gpus_per_node", 0) * max(
+        1, _whole(given, "distillation.nnodes", 1)
+    )
     counts = {_whole(entry, "num_replicas", 0) for entry in entries.values()} - {0}
     if pool and not counts:
         counts = {pool // max(1, len(entries))}
     if len(counts) > 1 or (pool and pool != sum(counts) * max(1, len(entries))):
         raise ConfigError(
-            f"distillation.n_gpus_per_node: {pool} devices, {max(1, len(entries))} teachers, num_replicas {sorted(counts)}: every teacher has the "
+            f"distillation.n_gpus_per_node: {pool} devices, {max(1, len(entries))} teachers, "
+            f"num_replicas {sorted(counts)}: every teacher has the "
             "same number of servers, a device each; use teacher.replicas"
         )
     return sum(counts)
 
 
 def losses(given: Given) -> dict[str, str]:
-    """Divergences of both streams. use_tv_loss comes before all, then what scores whole distributions, then the estimator with its weights."""
+    """Divergences of both streams. use_tv_loss comes before all, then what scores whole
+    distributions, then the estimator with its weights.
+    """
     weight = f"{_LOSS}rejected_draft_stream_weight"
     result = {"opd.rejected_stream_weight": str(given[weight])} if weight in given else {}
     if _is_true(given, f"{_LOSS}use_tv_loss"):
-        return {"opd.response_loss": "e2e_tv", "opd.rejected_stream_weight": "0", "opd.response_position_decay": "1.0"}
+        return {
+            "opd.response_loss": "e2e_tv",
+            "opd.rejected_stream_weight": "0",
+            "opd.response_position_decay": "1.0",
+        }
     mode = _loss_mode(given)
     if mode in _DISTRIBUTIONS:
         if given.get(weight, given.get("opd.rejected_stream_weight")) != 0:
-            raise ConfigError(f"{_LOSS}loss_mode={mode} scores no refused tokens: add opd.rejected_stream_weight=0")
+            raise ConfigError(
+                f"{_LOSS}loss_mode={mode} scores no refused tokens: add "
+                "opd.rejected_stream_weight=0"
+            )
         return {"opd.response_loss": _DISTRIBUTIONS[mode], **result}
-    reverse, forward = (_number(given, f"{_LOSS}{name}_kl_weight", default) for name, default in (("reverse", 1), ("forward", 0)))
+    reverse, forward = (
+        _number(given, f"{_LOSS}{name}_kl_weight", default)
+        for name, default in (("reverse", 1), ("forward", 0))
+    )
     picks = [f"{_LOSS}{name}" for name in ("loss_mode", "reverse_kl_weight", "forward_kl_weight")]
     only_estimator = f"{_LOSS}rejected_draft_use_reverse_kl"
     if any(key in given for key in picks):
         result["opd.response_loss"] = _divergence(_MODES[mode], reverse, forward)
     if any(key in given for key in [*picks, only_estimator]):
-        result["opd.rejected_loss"] = _MODES[mode] if _is_true(given, only_estimator) else _divergence(_MODES[mode], reverse, forward)
+        result["opd.rejected_loss"] = (
+            _MODES[mode]
+            if _is_true(given, only_estimator)
+            else _divergence(_MODES[mode], reverse, forward)
+        )
     return result
 
 
@@ -224,14 +278,19 @@ def _loss_mode(given: Given) -> str:
     key, eagle_key = f"{_LOSS}loss_mode", f"{_OVERRIDE}eagle3_response_loss_mode"
     mode, eagle = str(given.get(key, "k3")), given.get(eagle_key)
     if eagle not in (None, "scalar_k3", "native_target_distribution"):
-        raise ConfigError(f"{eagle_key}={eagle} is not one of scalar_k3, native_target_distribution")
+        raise ConfigError(
+            f"{eagle_key}={eagle} is not one of scalar_k3, native_target_distribution"
+        )
     native = f"eagle3_{eagle}" if eagle == "native_target_distribution" else None
-    if (eagle == "scalar_k3" and mode in _DISTRIBUTIONS) or (native and mode != native and key in given):
+    if (eagle == "scalar_k3" and mode in _DISTRIBUTIONS) or (
+        native and mode != native and key in given
+    ):
         raise ConfigError(f"{key}={mode} and {eagle_key}={eagle} contradict each other: keep one")
     mode = native or mode
     if mode not in _MODES and mode not in _DISTRIBUTIONS:
         raise ConfigError(
-            f"{key}={mode} is not one of {', '.join([*_MODES, *_DISTRIBUTIONS])}: use opd.response_loss and opd.rejected_loss"
+            f"{key}={mode} is not one of {', '.join([*_MODES, *_DISTRIBUTIONS])}: use "
+            "opd.response_loss and opd.rejected_loss"
         )
     return mode
 
@@ -239,18 +298,24 @@ def _loss_mode(given: Given) -> str:
 def _divergence(estimator: str, reverse: float, forward: float) -> str:
     if (reverse, forward) not in ((1, 0), (0, 1)):
         raise ConfigError(
-            f"{_LOSS}reverse_kl_weight={reverse} and {_LOSS}forward_kl_weight={forward} mix two divergences in a stream, which takes one: "
+            f"{_LOSS}reverse_kl_weight={reverse} and {_LOSS}forward_kl_weight={forward} mix two "
+            "divergences in a stream, which takes one: "
             "use 1 and 0 (the default) or 0 and 1"
         )
     return estimator if reverse else "forward_kl"
 
 
 def decays(given: Given) -> dict[str, str]:
-    name, enabled, accepted = (f"{_LOSS}{key}" for key in (_DECAY, f"{_DECAY}_enabled", "accept_draft_position_decay_enabled"))
+    name, enabled, accepted = (
+        f"{_LOSS}{key}"
+        for key in (_DECAY, f"{_DECAY}_enabled", "accept_draft_position_decay_enabled")
+    )
     decay = _number(given, name, 0.9)
     result = {}
     if name in given or enabled in given:
-        result["opd.rejected_position_decay"] = str(decay if _is_true(given, enabled, True) else 1.0)
+        result["opd.rejected_position_decay"] = str(
+            decay if _is_true(given, enabled, True) else 1.0
+        )
     if accepted in given:
         result["opd.response_position_decay"] = str(decay if _is_true(given, accepted) else 1.0)
     return result
@@ -262,11 +327,13 @@ def mini_batches(given: Given) -> dict[str, str]:
     steps = _whole(given, "trainer.update_accumulation_steps", 1)
     if not batch:
         raise ConfigError(
-            f"{key}={mini} splits data.train_batch_size, which is not on the command line: add it, or use trainer.updates_per_step"
+            f"{key}={mini} splits data.train_batch_size, which is not on the command line: add it, "
+            "or use trainer.updates_per_step"
         )
     if not mini or batch % mini or (mini < batch and steps > 1):
         raise ConfigError(
-            f"{key}={mini} does not split data.train_batch_size={batch} with trainer.update_accumulation_steps={steps}: give a divisor of it "
+            f"{key}={mini} does not split data.train_batch_size={batch} with "
+            f"trainer.update_accumulation_steps={steps}: give a divisor of it "
             "(all of it with accumulation), or use trainer.updates_per_step"
         )
     return {"trainer.updates_per_step": str(batch // mini)}
@@ -274,6 +341,10 @@ def mini_batches(given: Given) -> dict[str, str]:
 
 def model_length(given: Given) -> dict[str, str]:
     value = given["actor_rollout_ref.rollout.max_model_len"]
-    prompt, response = (_whole(given, f"data.max_{part}_length", 0) for part in ("prompt", "response"))
-    fits = value is None or (prompt and response and isinstance(value, int) and value <= prompt + response + 1)
+    prompt, response = (
+        _whole(given, f"data.max_{part}_length", 0) for part in ("prompt", "response")
+    )
+    fits = value is None or (
+        prompt and response and isinstance(value, int) and value <= prompt + response + 1
+    )
     return {"rollout.max_model_len": "null" if fits else str(value)}

@@ -1,4 +1,6 @@
-"""The dotted keys of the schema: which exist, which sections are free-form, and which is nearest to a misspelt one."""
+"""The dotted keys of the schema: which exist, which sections are free-form, and which is nearest to
+a misspelt one.
+"""
 
 from __future__ import annotations
 
@@ -48,12 +50,16 @@ def section_of(dataclass_name: str) -> str | None:
 
 
 def is_known(key: str) -> bool:
-    """Whether the schema defines `key`, as a value, a section, or an entry of a free-form section."""
+    """Whether the schema defines `key`, as a value, a section, or an entry of a
+    free-form section.
+    """
     return key in _tables()[0] or is_section(key) or is_free_form(key)
 
 
 def nearest_key(key: str) -> str:
-    """The valid key that `key` most likely stands for: the same name in another section first, else the closest spelling."""
+    """The valid key that `key` most likely stands for: the same name in another section first, else
+    the closest spelling.
+    """
     leaves, sections, free = _tables()
     valid = sorted(leaves | free | (set() if "." in key else set(sections)))
     name = key.rsplit(".", 1)[-1]

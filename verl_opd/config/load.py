@@ -1,4 +1,6 @@
-"""From a recipe and command-line overrides to a `Config`: composed with Hydra, checked against the schema, every fault one clear line."""
+"""From a recipe and command-line overrides to a `Config`: composed with Hydra, checked against the
+schema, every fault one clear line.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,19 @@ _JOB = "verl_opd_job"
 
 
 def load_config(recipe: str, overrides: list[str]) -> Config:
-    """The configuration of a run, from a recipe (name or path) and `key=value` overrides in Hydra's grammar, with our keys or verl's.
+    """The configuration of a run, from a recipe (name or path) and `key=value` overrides in Hydra's
+    grammar, with our keys or verl's.
 
-    Existing local paths come back absolute. Only keys and types are checked here; `validate` checks the values. Raises ConfigError.
+    Existing local paths come back absolute. Only keys and types are checked here; `validate` checks
+    the values. Raises ConfigError.
     """
     composed = compose_config(recipe, overrides)
     missing = sorted(OmegaConf.missing_keys(composed))
     if missing:
-        raise ConfigError(f"{missing[0]} has no value (???): set it in the recipe, or add {missing[0]}=... to the command")
+        raise ConfigError(
+            f"{missing[0]} has no value (???): set it in the recipe, or add {missing[0]}=... to "
+            "the command"
+        )
     try:
         cfg = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
@@ -50,14 +57,20 @@ def load_config(recipe: str, overrides: list[str]) -> Config:
 
 
 def compose_config(recipe: str, overrides: list[str]) -> DictConfig:
-    """The composed tree, typed by the schema; values may still be missing (`???`). Raises ConfigError."""
+    """The composed tree, typed by the schema; values may still be missing (`???`). Raises
+    ConfigError.
+    """
     path = find_recipe(recipe)
     overrides, _ = translate(overrides)
-    prepared = [_prepare(override, text) for text, override in zip(overrides, _parse(overrides), strict=True)]
+    prepared = [
+        _prepare(override, text)
+        for text, override in zip(overrides, _parse(overrides), strict=True)
+    ]
     store = ConfigStore.instance()
     store.store(name=_SCHEMA, node=Config)
     store.store(name=_JOB, node={"defaults": [_SCHEMA, path.stem, "_self_"]})
-    shipped = f"hydra.searchpath=[file://{shipped_root() / 'recipes'}]"  # a user's recipe may extend a shipped one
+    # a user's recipe may extend a shipped one
+    shipped = f"hydra.searchpath=[file://{shipped_root() / 'recipes'}]"
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(path.parent)):
             composed = compose(_JOB, [*prepared, shipped])
@@ -83,27 +96,39 @@ def _parse(overrides: list[str]) -> list[Override]:
             parsed.append(parser.parse_override(text))
         except HydraException as error:
             reason = _one_line(error).removeprefix(f"Error parsing override '{text}' ")
-            raise ConfigError(f"override {text!r} cannot be read ({reason}): overrides look like section.key=value") from error
+            raise ConfigError(
+                f"override {text!r} cannot be read ({reason}): overrides look like "
+                "section.key=value"
+            ) from error
     return parsed
 
 
 def _prepare(override: Override, text: str) -> str:
-    """Refuse what the schema does not know; let free-form entries be set with or without the `+` that Hydra asks for."""
+    """Refuse what the schema does not know; let free-form entries be set with or without the `+`
+    that Hydra asks for.
+    """
     key = override.key_or_group
     if not key:
         raise ConfigError(f"override {text!r} has no key: overrides look like section.key=value")
     if not is_known(key) or override.package is not None:
         raise _unknown(text.lstrip("+~").split("=")[0], override.value())
     if override.is_sweep_override():
-        raise ConfigError(f"{text}: several values; a list is written [a,b], a string with a comma '\"a,b\"'")
+        raise ConfigError(
+            f"{text}: several values; a list is written [a,b], a string with a comma '\"a,b\"'"
+        )
     if override.is_delete() and not is_free_form(key):
-        raise ConfigError(f"{text}: only entries of free-form sections can be deleted; set {key} to another value instead")
+        raise ConfigError(
+            f"{text}: only entries of free-form sections can be deleted; set {key} to another "
+            "value instead"
+        )
     _refuse_unknown(key, override.value())
     return f"++{text.lstrip('+')}" if is_free_form(key) and not text.startswith("~") else text
 
 
 def _refuse_unknown(section: str, node: Any) -> None:
-    """ConfigError for the first key below `section` that the schema does not define; "" is the root."""
+    """ConfigError for the first key below `section` that the schema does not define; "" is the
+    root.
+    """
     if not isinstance(node, dict) or not (section == "" or is_section(section)):
         return
     for name, value in node.items():
@@ -114,14 +139,17 @@ def _refuse_unknown(section: str, node: Any) -> None:
 
 
 def _unknown(key: str, value: Any, where: str = "") -> ConfigError:
-    return ConfigError(f"{where}unknown key {key} (value {value!r}): did you mean {nearest_key(key)}?")
+    return ConfigError(
+        f"{where}unknown key {key} (value {value!r}): did you mean {nearest_key(key)}?"
+    )
 
 
 def _raise_readable(error: Exception, recipe: str) -> NoReturn:
     """Turn what Hydra or OmegaConf raised into one line with key, value and reason.
 
-    A fault in a recipe arrives as "In '<recipe>': ..." with the path of the value in a line `full_key: <key>`; one in an override has the
-    OmegaConf error, which carries the value, as its cause.
+    A fault in a recipe arrives as "In '<recipe>': ..." with the path of the value in a line
+    `full_key: <key>`; one in an override has the OmegaConf error, which carries the value, as its
+    cause.
     """
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     head, _, tail = str(cause).partition("\n    full_key: ")
@@ -135,7 +163,9 @@ def _raise_readable(error: Exception, recipe: str) -> NoReturn:
     elif "is not a ListConfig" in reason:
         reason = "a list is needed, written [a,b]"
     elif mistyped and (section := section_of(mistyped[2])):
-        raise ConfigError(f"{where}{section}={mistyped[3]}: a section is needed, not {mistyped[1]}") from error
+        raise ConfigError(
+            f"{where}{section}={mistyped[3]}: a section is needed, not {mistyped[1]}"
+        ) from error
     if not key:
         raise ConfigError(where + _one_line(reason)) from error
     if isinstance(cause, InterpolationResolutionError):
@@ -150,9 +180,15 @@ def _value_in_recipe(name: str, recipe: str, key: str) -> Any:
     for folder in (find_recipe(recipe).parent, shipped_root() / "recipes"):
         file = folder / f"{name}.yaml"
         if file.is_file():
-            return OmegaConf.to_container(OmegaConf.create({"value": OmegaConf.select(OmegaConf.load(file), key)}))["value"]  # type: ignore[index,call-overload]
+            return OmegaConf.to_container(
+                OmegaConf.create({"value": OmegaConf.select(OmegaConf.load(file), key)})
+            )["value"]  # type: ignore[index,call-overload]
     return None
 
 
 def _one_line(message: object) -> str:
-    return " ".join(line for line in (part.strip() for part in str(message).splitlines()) if line and "hydra.cc/docs" not in line)
+    return " ".join(
+        line
+        for line in (part.strip() for part in str(message).splitlines())
+        if line and "hydra.cc/docs" not in line
+    )

@@ -1,4 +1,6 @@
-"""Where recipes and the example files they use lie: at the root of a checkout, or inside the installed package."""
+"""Where recipes and the example files they use lie: at the root of a checkout, or inside the
+installed package.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,12 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def shipped_root() -> Path:
-    """The folder that holds `recipes/` and `examples/`: the checkout, or the package itself when installed from a wheel."""
-    return next((root for root in (_PACKAGE, _PACKAGE.parent) if (root / "recipes").is_dir()), _PACKAGE)
+    """The folder that holds `recipes/` and `examples/`: the checkout, or the package itself when
+    installed from a wheel.
+    """
+    return next(
+        (root for root in (_PACKAGE, _PACKAGE.parent) if (root / "recipes").is_dir()), _PACKAGE
+    )
 
 
 def recipe_names() -> list[str]:
@@ -21,7 +27,9 @@ def recipe_names() -> list[str]:
 
 
 def find_recipe(recipe: str) -> Path:
-    """File of a shipped recipe (by name), or of a user's (by path, ending in .yaml). ConfigError names what there is."""
+    """File of a shipped recipe (by name), or of a user's (by path, ending in .yaml). ConfigError
+    names what there is.
+    """
     if recipe.endswith((".yaml", ".yml")) or "/" in recipe:
         path = Path(recipe).expanduser().resolve()
         if not path.is_file():
@@ -34,11 +42,15 @@ def find_recipe(recipe: str) -> Path:
         return shipped_root() / "recipes" / f"{recipe}.yaml"
     near = difflib.get_close_matches(recipe, names, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    raise ConfigError(f"unknown recipe {recipe!r}: {hint}there are {', '.join(names)}; a recipe of your own is given by its path (.yaml)")
+    raise ConfigError(
+        f"unknown recipe {recipe!r}: {hint}there are {', '.join(names)}; a recipe of your own is "
+        "given by its path (.yaml)"
+    )
 
 
 def resolve_path(path: str) -> str:
-    """Absolute form of an existing path: relative ones are looked up in the current folder, then among the shipped files.
+    """Absolute form of an existing path: relative ones are looked up in the current folder, then
+    among the shipped files.
 
     What exists nowhere comes back as it was given (it may be a model id of a hub).
     """

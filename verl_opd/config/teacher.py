@@ -12,18 +12,26 @@ _DEFAULT = "default"
 
 
 def teacher_models(cfg: Config) -> dict[str, str]:
-    """Teacher servers to start, name -> model; empty when the trainer's own copy of the target is the teacher. ConfigError for what cannot work.
+    """Teacher servers to start, name -> model; empty when the trainer's own copy of the target is
+    the teacher. ConfigError for what cannot work.
 
-    `auto` is the trainer's copy wherever that can score the response loss: no other model is named, and the loss is not forward_kl_topk.
+    `auto` is the trainer's copy wherever that can score the response loss: no other model is named,
+    and the loss is not forward_kl_topk.
     """
     teacher, loss = cfg.teacher, cfg.opd.response_loss
-    foreign = {name: path for name, path in teacher.models.items() if os.path.realpath(path) != os.path.realpath(cfg.target.path)}
+    foreign = {
+        name: path
+        for name, path in teacher.models.items()
+        if os.path.realpath(path) != os.path.realpath(cfg.target.path)
+    }
     wants_server = loss == TOP_K_LOSS or bool(foreign)
     if teacher.source == "composed" and wants_server:
         why = f"opd.response_loss={loss}" if loss == TOP_K_LOSS else f"teacher.models={foreign}"
         raise ConfigError(
-            f"teacher.source=composed scores with the trainer's copy of target.path, which does not go with {why}: "
-            "use teacher.source=server" + (", or opd.response_loss=full_forward_kl" if loss == TOP_K_LOSS else "")
+            "teacher.source=composed scores with the trainer's copy of target.path, which does "
+            f"not go with {why}: "
+            "use teacher.source=server"
+            + (", or opd.response_loss=full_forward_kl" if loss == TOP_K_LOSS else "")
         )
     if teacher.source == "composed" or (teacher.source == "auto" and not wants_server):
         return {}
@@ -36,11 +44,13 @@ def _check_server(cfg: Config) -> None:
     usable = (*SCORED_LOSSES, TOP_K_LOSS)
     if loss not in usable:
         raise ConfigError(
-            f"a teacher server reports log-probs of single tokens, which opd.response_loss={loss} has no use for: "
+            f"a teacher server reports log-probs of single tokens, which opd.response_loss={loss} "
+            "has no use for: "
             f"use one of {', '.join(usable)}, or teacher.source=composed without teacher.models"
         )
     if temperature not in (0.0, 1.0):
         raise ConfigError(
-            f"a teacher server scores at temperature 1, and rollout.temperature={temperature:g} would need the same: use 0 or 1, or "
+            f"a teacher server scores at temperature 1, and rollout.temperature={temperature:g} "
+            "would need the same: use 0 or 1, or "
             "teacher.source=composed without teacher.models"
         )

@@ -1,9 +1,10 @@
 """`verl-opd bench`: what recording and syncing cost, measured on the configured target and draft.
 
-Recorder overhead, two ways: the same greedy prompts on the same engines with the recorder on and off, in turns, as the median of paired
-ratios (whatever recording changes, and the noise of the machine); and the time spent inside the recorder as a share of the recorded runs
-(free of noise, blind to side effects such as colder caches).
-Draft push: seconds from the trainer's gather to the engine's read-back, over several pushes.
+Recorder overhead, two ways: the same greedy prompts on the same engines with the recorder on and
+off, in turns, as the median of paired ratios (whatever recording changes, and the noise of the
+machine); and the time spent inside the recorder as a share of the recorded runs (free of noise,
+blind to side effects such as colder caches). Draft push: seconds from the trainer's gather to the
+engine's read-back, over several pushes.
 """
 
 from __future__ import annotations
@@ -37,10 +38,18 @@ def run(cfg: Config, argv: list[str]) -> None:
     directory = RunDir(cfg.trainer.run_dir)
     directory.open(job.identity, resume=True)
     directory.describe(to_yaml(cfg), argv)
-    with running(replace(job, teachers={}), directory, console, None) as (placement, trainers, fleet):
-        writer = SnapshotWriter(directory.root, placement.on_this_node, 2 * trainers.draft_parameters)
+    with running(replace(job, teachers={}), directory, console, None) as (
+        placement,
+        trainers,
+        fleet,
+    ):
+        writer = SnapshotWriter(
+            directory.root, placement.on_this_node, 2 * trainers.draft_parameters
+        )
         results = {**_recorder(job, fleet, console), **_push(writer, trainers, fleet)}
-    console.table("bench", ["measure", "value"], [[name, f"{value:.4g}"] for name, value in results.items()])
+    console.table(
+        "bench", ["measure", "value"], [[name, f"{value:.4g}"] for name, value in results.items()]
+    )
     write_atomic(directory.root / "bench.json", json.dumps(results, indent=2))
 
 
@@ -58,7 +67,10 @@ def _recorder(job: Job, fleet: Fleet, console: Console) -> dict[str, float]:
         recorded += runs[True][1] * len(fleet.servers)
         ratios.append(speed[False] / speed[True] - 1)
         rates.append(speed[True])
-        console.say(f"pair {pair + 1}/{PAIRS}: recorder costs {ratios[-1]:+.2%} of {speed[False]:.1f} tokens/s")
+        console.say(
+            f"pair {pair + 1}/{PAIRS}: recorder costs {ratios[-1]:+.2%} of {speed[False]:.1f} "
+            "tokens/s"
+        )
     return {
         "recorder_time_share": inside / recorded,
         "recorder_overhead_median": statistics.median(ratios),
@@ -70,7 +82,10 @@ def _recorder(job: Job, fleet: Fleet, console: Console) -> dict[str, float]:
 
 def _recorder_seconds(fleet: Fleet) -> float:
     """Seconds spent inside the recorders of all replicas so far."""
-    return sum(stats["seconds"] for stats in ray.get([server.recorder_stats.remote() for server in fleet.servers]))
+    return sum(
+        stats["seconds"]
+        for stats in ray.get([server.recorder_stats.remote() for server in fleet.servers])
+    )
 
 
 def _generate(job: Job, fleet: Fleet, prompts: list[Prompt], recording: bool) -> tuple[int, float]:
@@ -81,7 +96,9 @@ def _generate(job: Job, fleet: Fleet, prompts: list[Prompt], recording: bool) ->
     sampling = {**GREEDY, "max_tokens": job.cfg.data.max_response_length}
     tokens = ray.get(
         [
-            server.generate_tokens.remote([p.prompt_ids for p in prompts[i :: len(fleet.servers)]], sampling)
+            server.generate_tokens.remote(
+                [p.prompt_ids for p in prompts[i :: len(fleet.servers)]], sampling
+            )
             for i, server in enumerate(fleet.servers)
         ]
     )
@@ -98,4 +115,8 @@ def _push(writer: SnapshotWriter, trainers: Trainers, fleet: Fleet) -> dict[str,
             seconds.append(time.monotonic() - started)
     finally:
         writer.clear()
-    return {"push_seconds_median": statistics.median(seconds), "push_seconds_max": max(seconds), "push_bytes": report.bytes}
+    return {
+        "push_seconds_median": statistics.median(seconds),
+        "push_seconds_max": max(seconds),
+        "push_bytes": report.bytes,
+    }

@@ -11,17 +11,21 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def marked(sample: RolloutSample, decode: Decode) -> str:
-    """The response with `[{accepted}refused]` for every verify step: the proposals, those that were accepted in braces.
+    """The response with `[{accepted}refused]` for every verify step: the proposals, those that were
+    accepted in braces.
 
-    What stands outside brackets (the prefill token, corrections, bonus tokens, draft-free tokens) and inside braces is the response. An accepted
-    proposal past the response's end (EOS inside a block) is left out.
+    What stands outside brackets (the prefill token, corrections, bonus tokens, draft-free tokens)
+    and inside braces is the response. An accepted proposal past the response's end (EOS inside a
+    block) is left out.
     """
     ids = sample.response_ids
     pieces, position = [], 0
     for step in sample.trace.steps:
         known = ids[position : step.anchor + 1]
         accepted = min(step.accepted, step.committed)
-        pieces.append(f"{decode(known)}[{{{decode(step.drafted[:accepted])}}}{decode(step.refused)}]")
+        pieces.append(
+            f"{decode(known)}[{{{decode(step.drafted[:accepted])}}}{decode(step.refused)}]"
+        )
         position = step.anchor + 1 + accepted
     return "".join(pieces) + decode(ids[position:])
 
@@ -34,6 +38,10 @@ class CaseLog:
 
     def write(self, step: int, sample: RolloutSample) -> None:
         tau = "" if not sample.trace.steps else f", {len(sample.trace.steps)} verify steps"
-        header = f"== step {step}, sample {sample.sample_id}, draft version {sample.draft_version}, {len(sample.response_ids)} tokens{tau}"
+        header = (
+            f"== step {step}, sample {sample.sample_id}, draft version {sample.draft_version}, "
+            f"{len(sample.response_ids)} tokens{tau}"
+        )
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(f"{header}\n{self._decode(sample.prompt_ids)}\n--\n{marked(sample, self._decode)}\n\n")
+            prompt = self._decode(sample.prompt_ids)
+            file.write(f"{header}\n{prompt}\n--\n{marked(sample, self._decode)}\n\n")

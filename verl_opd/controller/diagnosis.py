@@ -17,35 +17,58 @@ class Symptom:
     checks: tuple[str, ...]
 
 
-_STALE = "does the engine draft with the weights that training pushes? (version and checksum below; logs/rollout_*.log)"
+_STALE = (
+    "does the engine draft with the weights that training pushes? (version and checksum below; "
+    "logs/rollout_*.log)"
+)
 _LAYERS = "target_layer_ids: a layer too early or late halves acceptance without any error"
 _MASK = "mask_token_id: the token that the draft was trained with"
 _HEAD = "a draft with an LM head of its own must keep it in the engine"
-_TEMPLATE = "the chat template and its switches (thinking on or off) must be those that the draft was trained with"
+_TEMPLATE = (
+    "the chat template and its switches (thinking on or off) must be those that the draft was "
+    "trained with"
+)
 
 SYMPTOMS: dict[str, Symptom] = {
     "useless_draft": Symptom(
         f"accept length below {_USELESS_TAU} for {_PATIENCE} OPD steps",
-        (_STALE, _LAYERS, _MASK, _HEAD, _TEMPLATE, "a random draft needs warm-up: trainer.warmup_steps"),
+        (
+            _STALE,
+            _LAYERS,
+            _MASK,
+            _HEAD,
+            _TEMPLATE,
+            "a random draft needs warm-up: trainer.warmup_steps",
+        ),
     ),
     "no_verify_steps": Symptom(
         "no sample has a verify step (empty_reject_ratio 1)",
         (
             "recorder errors below, and logs/rollout_*.log",
-            "responses of one token: data.max_response_length, or an end-of-text token right after the prompt",
-            "target logits that are not finite accept everything: weights lost in sleep (level 2) or loaded as dummies",
+            "responses of one token: data.max_response_length, or an end-of-text token right "
+            "after the prompt",
+            "target logits that are not finite accept everything: weights lost in sleep (level 2) "
+            "or loaded as dummies",
         ),
     ),
     "zero_loss": Symptom(
         "the loss is exactly 0",
-        ("nothing was supervised: opd_effective_token_ratio, opd.*_stream_weight", "no verify step was recorded", _STALE),
+        (
+            "nothing was supervised: opd_effective_token_ratio, opd.*_stream_weight",
+            "no verify step was recorded",
+            _STALE,
+        ),
     ),
     "all_skipped": Symptom(
-        f"every update of {_PATIENCE} OPD steps was skipped: loss or gradient are not finite, or nothing was supervised",
+        f"every update of {_PATIENCE} OPD steps was skipped: loss or gradient are not finite, or "
+        "nothing was supervised",
         (
-            "refused log-probs or target logits that are not finite: weights damaged by sleep, or an overflow in target.dtype",
-            "opd_effective_token_ratio 0: no verify step was recorded, or weights of both streams leave nothing",
-            "too high a learning rate has driven the draft out of range: restart from the last good checkpoint",
+            "refused log-probs or target logits that are not finite: weights damaged by sleep, or "
+            "an overflow in target.dtype",
+            "opd_effective_token_ratio 0: no verify step was recorded, or weights of both streams "
+            "leave nothing",
+            "too high a learning rate has driven the draft out of range: restart from the last "
+            "good checkpoint",
         ),
     ),
     "all_clipped": Symptom(

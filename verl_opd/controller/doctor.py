@@ -1,4 +1,6 @@
-"""`verl-opd doctor`: looks at everything a long run needs, before it needs it, and says what to do about what is missing."""
+"""`verl-opd doctor`: looks at everything a long run needs, before it needs it, and says what to do
+about what is missing.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ _GB = 1e9
 
 @dataclass(frozen=True)
 class Finding:
-    """What was looked at, whether it is as a run needs it (None: worth knowing, stops nothing), what was seen, and what to do."""
+    """What was looked at, whether it is as a run needs it (None: worth knowing, stops nothing),
+    what was seen, and what to do.
+    """
 
     what: str
     good: bool | None
@@ -34,35 +38,75 @@ class Finding:
 
 
 def diagnose(cfg: Config) -> list[Finding]:
-    """All checks, each on its own: one that fails does not hide the others. Starts nothing and writes nothing but one empty file in the run directory's
-    parent, which it removes."""
-    checks: list[Callable[[Config], Iterator[Finding]]] = [_packages, _device, _stack, _host, _ports, _disk, _configuration]
+    """All checks, each on its own: one that fails does not hide the others. Starts nothing and
+    writes nothing but one empty file in the run directory's parent, which it removes.
+    """
+    checks: list[Callable[[Config], Iterator[Finding]]] = [
+        _packages,
+        _device,
+        _stack,
+        _host,
+        _ports,
+        _disk,
+        _configuration,
+    ]
     findings: list[Finding] = []
     for check in checks:
         try:
             findings.extend(check(cfg))
         except ConfigError as error:
-            findings.append(Finding(check.__name__.strip("_"), False, str(error), "correct the named key"))
+            findings.append(
+                Finding(check.__name__.strip("_"), False, str(error), "correct the named key")
+            )
         except Exception as error:  # a broken package breaks the checks that need it, and no other
-            findings.append(Finding(check.__name__.strip("_"), False, f"{type(error).__name__}: {error}", "see the packages above"))
+            findings.append(
+                Finding(
+                    check.__name__.strip("_"),
+                    False,
+                    f"{type(error).__name__}: {error}",
+                    "see the packages above",
+                )
+            )
     return findings
 
 
 def _packages(cfg: Config) -> Iterator[Finding]:
     python = ".".join(map(str, sys.version_info[:3]))
-    yield Finding("python", (3, 10) <= sys.version_info[:2] <= (3, 12), python, "use Python 3.10, 3.11 or 3.12")
+    yield Finding(
+        "python",
+        (3, 10) <= sys.version_info[:2] <= (3, 12),
+        python,
+        "use Python 3.10, 3.11 or 3.12",
+    )
     found = versions()
-    wanted = [("torch", "cpu"), ("transformers", "cpu"), ("ray", "cpu"), ("vllm", "cuda' or 'verl-opd[cpu]")]
+    wanted = [
+        ("torch", "cpu"),
+        ("transformers", "cpu"),
+        ("ray", "cpu"),
+        ("vllm", "cuda' or 'verl-opd[cpu]"),
+    ]
     wanted += [(name, name) for name in cfg.trainer.logger if name in ("tensorboard", "wandb")]
-    npu = cfg.trainer.device == "npu" or (cfg.trainer.device == "auto" and importlib.util.find_spec("torch_npu") is not None)
+    npu = cfg.trainer.device == "npu" or (
+        cfg.trainer.device == "auto" and importlib.util.find_spec("torch_npu") is not None
+    )
     for name, extra in wanted:
         try:
             importlib.import_module(name)
-        except Exception as error:  # whatever keeps a package from importing is what the user has to see
-            remedy = "./install_npu.sh" if npu and name != "wandb" else f"pip install 'verl-opd[{extra}]' in a fresh virtual environment"
+        except (
+            Exception
+        ) as error:  # whatever keeps a package from importing is what the user has to see
+            remedy = (
+                "./install_npu.sh"
+                if npu and name != "wandb"
+                else f"pip install 'verl-opd[{extra}]' in a fresh virtual environment"
+            )
             yield Finding(name, False, f"{type(error).__name__}: {error}", remedy)
         else:
-            version = found.get(name) or found.get(f"{name}-cpu") or getattr(sys.modules[name], "__version__", "unknown")
+            version = (
+                found.get(name)
+                or found.get(f"{name}-cpu")
+                or getattr(sys.modules[name], "__version__", "unknown")
+            )
             yield Finding(name, True, str(version))
 
 
@@ -84,8 +128,16 @@ def _device(cfg: Config) -> Iterator[Finding]:
     import torch
 
     count = getattr(torch, device.name).device_count()
-    remedy = f"lower trainer.n_student_workers, or join a cluster through RAY_ADDRESS; {device.visible_env}={os.environ.get(device.visible_env or '', '')!r}"
-    yield Finding("devices", count >= wanted or bool(os.environ.get("RAY_ADDRESS")), f"{count} {device.name} for {whom}", remedy)
+    remedy = (
+        "lower trainer.n_student_workers, or join a cluster through RAY_ADDRESS; "
+        f"{device.visible_env}={os.environ.get(device.visible_env or '', '')!r}"
+    )
+    yield Finding(
+        "devices",
+        count >= wanted or bool(os.environ.get("RAY_ADDRESS")),
+        f"{count} {device.name} for {whom}",
+        remedy,
+    )
 
 
 def _stack(cfg: Config) -> Iterator[Finding]:
@@ -96,9 +148,16 @@ def _stack(cfg: Config) -> Iterator[Finding]:
     row, why = stack.pick_row(table, machine)
     odd = [finding for finding in stack.findings(table, machine, row) if finding.level != "ok"]
     for finding in odd:
-        yield Finding("NPU stack", False if finding.level == "error" else None, f"{finding.what}: {finding.seen}", finding.remedy)
+        yield Finding(
+            "NPU stack",
+            False if finding.level == "error" else None,
+            f"{finding.what}: {finding.seen}",
+            finding.remedy,
+        )
     if row and not odd:
-        yield Finding("NPU stack", True, f"as third_party/versions.json has it for vllm {row.vllm} ({why})")
+        yield Finding(
+            "NPU stack", True, f"as third_party/versions.json has it for vllm {row.vllm} ({why})"
+        )
 
 
 def _host(cfg: Config) -> Iterator[Finding]:
@@ -114,16 +173,28 @@ def _host(cfg: Config) -> Iterator[Finding]:
     shared = Path("/dev/shm")
     room = shutil.disk_usage(shared).free if shared.is_dir() else 0
     remedy = "containers: --shm-size=8g; without room drafts travel through the run directory"
-    yield Finding("shared memory", True if room > _GB else None, f"{room / _GB:.2f} GB free in /dev/shm", "" if room > _GB else remedy)
+    yield Finding(
+        "shared memory",
+        True if room > _GB else None,
+        f"{room / _GB:.2f} GB free in /dev/shm",
+        "" if room > _GB else remedy,
+    )
 
 
 def _ports(cfg: Config) -> Iterator[Finding]:
     try:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            yield Finding("loopback", True, f"the kernel gives ports, such as {probe.getsockname()[1]}")
+            yield Finding(
+                "loopback", True, f"the kernel gives ports, such as {probe.getsockname()[1]}"
+            )
     except OSError as error:
-        yield Finding("loopback", False, str(error), "127.0.0.1 must be up, with free ports: engines listen there")
+        yield Finding(
+            "loopback",
+            False,
+            str(error),
+            "127.0.0.1 must be up, with free ports: engines listen there",
+        )
 
 
 def _disk(cfg: Config) -> Iterator[Finding]:
@@ -134,7 +205,12 @@ def _disk(cfg: Config) -> Iterator[Finding]:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        yield Finding("run directory", False, f"{parent} cannot be written ({error.strerror})", "choose another trainer.run_dir")
+        yield Finding(
+            "run directory",
+            False,
+            f"{parent} cannot be written ({error.strerror})",
+            "choose another trainer.run_dir",
+        )
         return
     free = shutil.disk_usage(parent).free
     yield Finding(
@@ -153,11 +229,21 @@ def _configuration(cfg: Config) -> Iterator[Finding]:
     job = prepare(cfg)
     yield Finding("target", True, cfg.target.path)
     yield Finding("draft", True, cfg.draft.path or f"{cfg.draft.family} from random weights")
-    yield Finding("prompts", True, f"{len(job.train)} to train on ({job.train_report}), {sum(map(len, job.benchmarks.values()))} held out")
+    yield Finding(
+        "prompts",
+        True,
+        f"{len(job.train)} to train on ({job.train_report}), "
+        f"{sum(map(len, job.benchmarks.values()))} held out",
+    )
     if job.conversations is not None:
         yield Finding("conversations", True, str(job.conversations()[1]))
     size = cfg.data.train_batch_size
-    yield Finding("batch", len(job.train) >= size, f"data.train_batch_size={size} of {len(job.train)} prompts", "lower it, or add prompts")
+    yield Finding(
+        "batch",
+        len(job.train) >= size,
+        f"data.train_batch_size={size} of {len(job.train)} prompts",
+        "lower it, or add prompts",
+    )
 
 
 def report(cfg: Config) -> bool:

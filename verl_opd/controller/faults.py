@@ -34,19 +34,27 @@ class Stopped(Exception):
 
 
 def asked_to_stop(error: BaseException) -> bool:
-    """Whether `error` answers a request to stop: Stopped, or what Ray's handler of SIGTERM raises while Ray is being started and ours is not in place."""
-    return isinstance(error, Stopped) or (isinstance(error, SystemExit) and error.code == signal.SIGTERM)
+    """Whether `error` answers a request to stop: Stopped, or what Ray's handler of SIGTERM raises
+    while Ray is being started and ours is not in place.
+    """
+    return isinstance(error, Stopped) or (
+        isinstance(error, SystemExit) and error.code == signal.SIGTERM
+    )
 
 
 class StopSignal:
-    """While entered, the first SIGINT or SIGTERM is only noted; the second one interrupts at once."""
+    """While entered, the first SIGINT or SIGTERM is only noted; the second one
+    interrupts at once.
+    """
 
     def __init__(self) -> None:
         self._before: dict[int, Any] = {}
         self.asked = False
 
     def __enter__(self) -> StopSignal:
-        self._before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._before = {
+            number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)
+        }
         self.arm()
         return self
 
@@ -63,8 +71,13 @@ class StopSignal:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
-        text = f"{signal.Signals(number).name}: finishing this step, then a checkpoint; once more to stop at once\n"
-        os.write(2, text.encode())  # whoever was interrupted may hold the lock of every buffered stream
+        text = (
+            f"{signal.Signals(number).name}: finishing this step, then a checkpoint; once more to "
+            "stop at once\n"
+        )
+        os.write(
+            2, text.encode()
+        )  # whoever was interrupted may hold the lock of every buffered stream
 
 
 def ailment(server: Any) -> str:

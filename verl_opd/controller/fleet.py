@@ -1,4 +1,6 @@
-"""The rollout side of a run as one object: servers, router and agent loops, moved through their phases together and replaced when they die."""
+"""The rollout side of a run as one object: servers, router and agent loops, moved through their
+phases together and replaced when they die.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,9 @@ _STOP_SECONDS = 60.0
 class Fleet:
     """Every replica of a run. Methods act on all of them and return when all are done.
 
-    A server or agent loop that dies is started again, as long as `restarts` allow; what it was working on is run again, and nothing else.
-    `say` is told; `snapshot` (set by the loop) gives the draft that all engines hold, for a server that has just been started.
+    A server or agent loop that dies is started again, as long as `restarts` allow; what it was
+    working on is run again, and nothing else. `say` is told; `snapshot` (set by the loop) gives the
+    draft that all engines hold, for a server that has just been started.
     """
 
     def __init__(
@@ -60,21 +63,29 @@ class Fleet:
         self._agents = [self._new_agent() for _ in range(count)]
 
     def _new_server(self, index: int) -> Any:
-        server = RolloutServer.options(**self._placement.actor_options(index)).remote(self._settings[index])
+        server = RolloutServer.options(**self._placement.actor_options(index)).remote(
+            self._settings[index]
+        )
         self._placement.actors.append(server)
         return server
 
     def _new_agent(self) -> Any:
         rollout = self._cfg.rollout
         agent = AgentLoopWorker.options(**driver_options()).remote(
-            rollout.agent.loop, self.servers, self._router, rollout.agent.max_concurrency, rollout.request_timeout, self._by_name
+            rollout.agent.loop,
+            self.servers,
+            self._router,
+            rollout.agent.max_concurrency,
+            rollout.request_timeout,
+            self._by_name,
         )
         self._placement.actors.append(agent)
         return agent
 
     def start(self) -> list[dict[str, Any]]:
-        """Bring all engines up, teachers included, and return the probe reports of those that draft; RolloutError when one does not come up in
-        rollout.start_timeout."""
+        """Bring all engines up, teachers included, and return the probe reports of those that
+        draft; RolloutError when one does not come up in rollout.start_timeout.
+        """
         reports = self._start([*self.servers, *self._teachers])
         self._target = self._target_checksums()[0]
         self.prove_target()
@@ -89,24 +100,36 @@ class Fleet:
         for index, found in enumerate(self._target_checksums()):
             if found != self._target:
                 raise WeightSyncError(
-                    f"engine {index} does not hold the target that engine 0 loaded at the start (checksum {found}, there {self._target}): "
+                    f"engine {index} does not hold the target that engine 0 loaded at the start "
+                    f"(checksum {found}, there {self._target}): "
                     "what it rolled out since the last proof is not the target's"
                 )
 
     def _start(self, servers: Sequence[Any]) -> list[dict[str, Any]]:
         timeout = self._cfg.rollout.start_timeout
         try:
-            reports: list[dict[str, Any]] = ray.get([server.start.remote() for server in servers], timeout=timeout)
+            reports: list[dict[str, Any]] = ray.get(
+                [server.start.remote() for server in servers], timeout=timeout
+            )
         except ray.exceptions.GetTimeoutError as error:
             raise RolloutError(
-                f"engines did not start within rollout.start_timeout={timeout:.0f} s; see logs/rollout_*.log and logs/teacher_*.log"
+                f"engines did not start within rollout.start_timeout={timeout:.0f} s; see "
+                "logs/rollout_*.log and logs/teacher_*.log"
             ) from error
         return reports
 
-    # -- rollouts --------------------------------------------------------------------------------------------------------------------
+    # -- rollouts ----------------------------------------------------------------------------------
 
-    def generate(self, prompts: Sequence[Prompt], sampling: dict[str, Any], draft_version: int, score: bool = False) -> list[RolloutSample]:
-        """One sample per prompt, in prompt order; with `score`, also scored by the teacher servers that are there."""
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: dict[str, Any],
+        draft_version: int,
+        score: bool = False,
+    ) -> list[RolloutSample]:
+        """One sample per prompt, in prompt order; with `score`, also scored by the teacher servers
+        that are there.
+        """
         for phase in self.phases:
             phase.require_rollout()
         by_id: dict[str, RolloutSample] = {}
@@ -121,26 +144,38 @@ class Fleet:
             by_id.update(good)
             before, left = len(left), [prompt for prompt in left if prompt.sample_id not in by_id]
             if len(left) == before and not replaced:
-                raise RolloutError(f"none of {before} samples came back, {left[0].sample_id} among them, and every engine says it is well")
+                raise RolloutError(
+                    f"none of {before} samples came back, {left[0].sample_id} among them, and "
+                    "every engine says it is well"
+                )
             if left:
                 self.counts["rerun_samples"] += len(left)
-                self._say(f"{len(left)} of {len(prompts)} samples are run again: {', '.join(p.sample_id for p in left[:8])}")
+                self._say(
+                    f"{len(left)} of {len(prompts)} samples are run again: "
+                    f"{', '.join(p.sample_id for p in left[:8])}"
+                )
         return [by_id[prompt.sample_id] for prompt in prompts]
 
     def _attempt(
         self, prompts: Sequence[Prompt], sampling: dict[str, Any], draft_version: int, score: bool
     ) -> tuple[list[RolloutSample | SampleFailure], bool]:
-        """What became of each prompt, and whether somebody died meanwhile, who is there again now. RolloutError when samples failed and nobody died."""
+        """What became of each prompt, and whether somebody died meanwhile, who is there again now.
+        RolloutError when samples failed and nobody died.
+        """
         shares = [list(prompts[i :: len(self._agents)]) for i in range(len(self._agents))]
-        work = {i: self._agents[i].run.remote(share, sampling, draft_version, score) for i, share in enumerate(shares) if share}
+        work = {
+            i: self._agents[i].run.remote(share, sampling, draft_version, score)
+            for i, share in enumerate(shares)
+            if share
+        }
         outcomes: list[RolloutSample | SampleFailure] = []
         replaced = False
         for index, part in work.items():
             try:
                 outcomes.extend(ray.get(part))
-            except (
-                ray.exceptions.RayTaskError
-            ):  # raised in the agent loop, which lives: the death of somebody it talks to looks like its own
+            # raised in the agent loop, which lives: the death of somebody it talks to looks like
+            # its own
+            except ray.exceptions.RayTaskError:
                 raise
             except ray.exceptions.RayActorError as error:
                 self._restarts.spend(f"agent loop worker {index} died ({first_line(error)})")
@@ -156,20 +191,35 @@ class Fleet:
             raise RolloutError(f"sample {failures[0].sample_id}: {failures[0].reason}")
         return outcomes, replaced
 
-    # -- health ----------------------------------------------------------------------------------------------------------------------
+    # -- health ------------------------------------------------------------------------------------
 
     def deaths(self) -> list[str]:
         """Servers that cannot go on, teachers included, and why."""
-        engines = [f"engine {index} is lost ({why})" for index, server in enumerate(self.servers) if (why := ailment(server))]
-        return engines + [f"teacher {index} is lost ({why})" for index, server in enumerate(self._teachers) if (why := ailment(server))]
+        engines = [
+            f"engine {index} is lost ({why})"
+            for index, server in enumerate(self.servers)
+            if (why := ailment(server))
+        ]
+        return engines + [
+            f"teacher {index} is lost ({why})"
+            for index, server in enumerate(self._teachers)
+            if (why := ailment(server))
+        ]
 
     def heal(self) -> bool:
-        """Start every server again that no longer answers or says it cannot go on; whether there was one. WorkerDied when restarts are used
-        up, or a whole node is lost."""
-        sick = {index: reason for index, server in enumerate(self.servers) if (reason := ailment(server))}
+        """Start every server again that no longer answers or says it cannot go on; whether there
+        was one. WorkerDied when restarts are used up, or a whole node is lost.
+        """
+        sick = {
+            index: reason
+            for index, server in enumerate(self.servers)
+            if (reason := ailment(server))
+        }
         if (
             lost := self._placement.lost_nodes()
-        ):  # asked after the engines, whose silence may be the first sign; trainer ranks lived there too
+            # asked after the engines, whose silence may be the first sign; trainer ranks lived
+            # there too
+        ):
             raise WorkerDied(f"node {', '.join(lost)} is lost")
         for index, reason in sick.items():
             self._restarts.spend(f"engine {index} is lost ({reason})")
@@ -177,7 +227,9 @@ class Fleet:
         return bool(sick)
 
     def _replace(self, index: int) -> None:
-        """A new server in the place of a dead one, with the draft, drafting switch and phase of the others."""
+        """A new server in the place of a dead one, with the draft, drafting switch and phase of the
+        others.
+        """
         self._discard(self.servers[index])
         server = self.servers[index] = self._new_server(index)
         (report,) = self._start([server])
@@ -190,7 +242,9 @@ class Fleet:
         for agent in self._agents:
             try:
                 ray.get(agent.replace_server.remote(index, server))
-            except ray.exceptions.RayActorError:  # found, and replaced with the current servers, at the next rollout
+            except (
+                ray.exceptions.RayActorError
+            ):  # found, and replaced with the current servers, at the next rollout
                 continue
         self.counts["engine_restarts"] += 1
         self._say(f"engine {index} is back ({report['seconds']:.0f} s), HTTP at {report['url']}")
@@ -200,21 +254,27 @@ class Fleet:
         self._placement.actors.remove(actor)
 
     def set_drafting(self, enabled: bool) -> bool:
-        """Turn drafting on or off between rollouts; False when an engine cannot, which leaves drafting on everywhere."""
+        """Turn drafting on or off between rollouts; False when an engine cannot, which leaves
+        drafting on everywhere.
+        """
         done = all(ray.get([server.set_drafting.remote(enabled) for server in self.servers]))
         if not done and not enabled:
             ray.get([server.set_drafting.remote(True) for server in self.servers])
         self._drafting = enabled if done else True
         return done
 
-    # -- phases ----------------------------------------------------------------------------------------------------------------------
+    # -- phases ------------------------------------------------------------------------------------
 
     def sleep(self) -> None:
         self._advance("sleep")
-        ray.get([server.sleep.remote(self._placement.device.sleep_level) for server in self.servers])
+        ray.get(
+            [server.sleep.remote(self._placement.device.sleep_level) for server in self.servers]
+        )
 
     def sync(self, snapshot: DraftSnapshot) -> SyncReport:
-        """Wake weights, push and prove the draft, wake the KV cache, drop cached prefixes: the only order that is allowed."""
+        """Wake weights, push and prove the draft, wake the KV cache, drop cached prefixes: the only
+        order that is allowed.
+        """
         self.heal()  # an engine may have died asleep, while the trainers worked
         self._advance("wake_weights")
         ray.get([server.wake.remote(["weights"]) for server in self.servers])
@@ -227,26 +287,41 @@ class Fleet:
         return report
 
     def recorder_metrics(self) -> dict[str, float]:
-        """What the recorders counted since the engines started, added up over replicas, and how often something died; a broken trace is one that does
-        not explain its response."""
+        """What the recorders counted since the engines started, added up over replicas, and how
+        often something died; a broken trace is one that does not explain its response.
+        """
         names, counted = ("steps", "errors", "expired", "broken_traces"), dict[str, float]()
         try:
             stats = ray.get([server.recorder_stats.remote() for server in self.servers])
         except (ray.exceptions.RayError, RolloutError):
             self._say("an engine does not answer; it is looked after at the next rollout")
         else:
-            counted = {f"opd/recorder/{name}": float(sum(entry[name] for entry in stats)) for name in names}
-        return {**counted, **{f"rollout/{name}": float(count) for name, count in self.counts.items()}}
+            counted = {
+                f"opd/recorder/{name}": float(sum(entry[name] for entry in stats)) for name in names
+            }
+        return {
+            **counted,
+            **{f"rollout/{name}": float(count) for name, count in self.counts.items()},
+        }
 
     def _advance(self, action: str) -> None:
         for phase in self.phases:
             phase.advance(action)
 
     def stop(self) -> None:
-        """End engines and HTTP, and the servers themselves; what those leave behind that did not answer is cleaned up after them."""
+        """End engines and HTTP, and the servers themselves; what those leave behind that did not
+        answer is cleaned up after them.
+        """
         servers = [*self.servers, *self._teachers]
-        _, late = ray.wait([server.stop.remote() for server in servers], num_returns=len(servers), timeout=_STOP_SECONDS)
+        _, late = ray.wait(
+            [server.stop.remote() for server in servers],
+            num_returns=len(servers),
+            timeout=_STOP_SECONDS,
+        )
         if late:
-            self._say(f"{len(late)} of {len(servers)} engines did not stop within {_STOP_SECONDS:.0f} s and are killed")
+            self._say(
+                f"{len(late)} of {len(servers)} engines did not stop within {_STOP_SECONDS:.0f} s "
+                "and are killed"
+            )
         for server in servers:
             ray.kill(server, no_restart=True)

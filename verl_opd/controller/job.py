@@ -1,4 +1,6 @@
-"""A run that has passed every check which needs no process: what it will train, on what, with what."""
+"""A run that has passed every check which needs no process: what it will train, on
+what, with what.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ from verl_opd.opd.trace import RolloutSample
 from verl_opd.targets.hf import check_target_supported
 from verl_opd.targets.tokens import check_mask_token, check_same_vocabulary, stop_token_ids
 
-_ORIGIN = "verl_opd"  # key of an exported config.json: what the draft was trained with that its weights do not show
+# key of an exported config.json: what the draft was trained with that its weights do not show
+_ORIGIN = "verl_opd"
 
 
 @dataclass
@@ -49,14 +52,18 @@ class Job:
     vocabulary: Vocabulary | None
     decode: Callable[[Sequence[int]], str]
     reward: Reward | None
-    teachers: dict[str, str]  # servers to start, name -> model; empty = the trainer's own copy of the target scores
+    teachers: dict[
+        str, str
+    ]  # servers to start, name -> model; empty = the trainer's own copy of the target scores
     notes: list[str]  # what stops nothing and should be known
 
     @property
     def token_map(self) -> str | None:
         if self.vocabulary is None:
             return None
-        return checksum({"d2t": self.vocabulary.token_ids - torch.arange(len(self.vocabulary.token_ids))})
+        return checksum(
+            {"d2t": self.vocabulary.token_ids - torch.arange(len(self.vocabulary.token_ids))}
+        )
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -107,13 +114,24 @@ def prepare(cfg: Config) -> Job:
     family = get_family(cfg.draft.family)
     if family.v2_runner and device.name == "cpu":
         raise ConfigError(
-            f"draft.family={family.name} is drafted with by vLLM's V2 model runner only, which does not run on a CPU: use an accelerator, or dflash or eagle3"
+            f"draft.family={family.name} is drafted with by vLLM's V2 model runner only, which "
+            "does not run on a CPU: use an accelerator, or dflash or eagle3"
         )
     draft_config = draft_config_of(cfg, target_config)
-    trained_with, now = draft_config.get(_ORIGIN, {}), {"apply_chat_template_kwargs": dict(cfg.data.apply_chat_template_kwargs)}
-    notes = [] if not trained_with or trained_with == now else [f"this draft was trained with {trained_with}, this run uses {now}"]
+    trained_with, now = (
+        draft_config.get(_ORIGIN, {}),
+        {"apply_chat_template_kwargs": dict(cfg.data.apply_chat_template_kwargs)},
+    )
+    notes = (
+        []
+        if not trained_with or trained_with == now
+        else [f"this draft was trained with {trained_with}, this run uses {now}"]
+    )
     draft_config = {**draft_config, _ORIGIN: now}
-    mask, stop_ids = family.mask_token_id(draft_config), stop_token_ids(cfg.target.path, target_config, tokenizer)
+    mask, stop_ids = (
+        family.mask_token_id(draft_config),
+        stop_token_ids(cfg.target.path, target_config, tokenizer),
+    )
     if cfg.draft.path is None and mask is not None:
         check_mask_token(mask, tokenizer, target_config.vocab_size, stop_ids)
 
@@ -127,9 +145,19 @@ def prepare(cfg: Config) -> Job:
     )
     teachers = teacher_models(cfg)
     for name, model in teachers.items():
-        check_same_vocabulary(f"teacher.models.{name}", model, tokenizer, target_config.vocab_size, trust)
-    train, report = load(data.train_files, max_samples=data.max_samples, teacher_key=cfg.teacher.key, teachers=teachers)
-    benchmarks = {name: load([path], max_samples=data.val_max_samples)[0] for name, path in data.val_files.items()}
+        check_same_vocabulary(
+            f"teacher.models.{name}", model, tokenizer, target_config.vocab_size, trust
+        )
+    train, report = load(
+        data.train_files,
+        max_samples=data.max_samples,
+        teacher_key=cfg.teacher.key,
+        teachers=teachers,
+    )
+    benchmarks = {
+        name: load([path], max_samples=data.val_max_samples)[0]
+        for name, path in data.val_files.items()
+    }
     conversations = partial(
         load_conversations,
         cfg.warmup.files,
@@ -158,8 +186,9 @@ def prepare(cfg: Config) -> Job:
 
 
 def draft_config_of(cfg: Config, target: PretrainedConfig, weights: bool = True) -> dict[str, Any]:
-    """config.json of the draft that `cfg` describes, checked against `target`; a hub id in draft.path becomes a local directory, with or without its
-    weights."""
+    """config.json of the draft that `cfg` describes, checked against `target`; a hub id in
+    draft.path becomes a local directory, with or without its weights.
+    """
     family, tokens = get_family(cfg.draft.family), cfg.rollout.num_speculative_tokens
     if cfg.draft.path is not None:
         cfg.draft.path = local_directory(cfg.draft.path, weights)
@@ -178,5 +207,7 @@ def load_reward(name: str) -> Reward:
     try:
         found: Reward = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"opd.reward={name} is not an importable module:function ({error})") from error
+        raise ConfigError(
+            f"opd.reward={name} is not an importable module:function ({error})"
+        ) from error
     return found

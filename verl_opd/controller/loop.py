@@ -1,4 +1,6 @@
-"""The one training loop: rollout -> plan -> update -> sync, for warm-up and for on-policy steps, with validation and checkpoints."""
+"""The one training loop: rollout -> plan -> update -> sync, for warm-up and for on-policy steps,
+with validation and checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ from verl_opd.controller.progress import Progress, SnapshotWriter
 from verl_opd.controller.timing import Stopwatch
 from verl_opd.controller.trackers import Trackers
 from verl_opd.controller.trainers import Trainers
-from verl_opd.controller.updates import Reward, mini_batches, opd_loss_spec, warmup_loss_spec, with_policy_terms
+from verl_opd.controller.updates import (
+    Reward,
+    mini_batches,
+    opd_loss_spec,
+    warmup_loss_spec,
+    with_policy_terms,
+)
 from verl_opd.controller.validate import Benchmarks
 from verl_opd.data.loader import Loader
 from verl_opd.data.prompts import Prompt
@@ -27,7 +35,15 @@ from verl_opd.drafts.snapshot import DraftSnapshot
 from verl_opd.errors import CheckpointError, ConfigError, ReplayError, RolloutError
 from verl_opd.opd.losses import LossSpec, stream_totals
 from verl_opd.opd.metrics import StepMetrics, reduce_metrics
-from verl_opd.opd.plan import BlockPlan, TrainItem, item_rng, plan_counts, plan_opd, plan_warmup, restrict_labels
+from verl_opd.opd.plan import (
+    BlockPlan,
+    TrainItem,
+    item_rng,
+    plan_counts,
+    plan_opd,
+    plan_warmup,
+    restrict_labels,
+)
 from verl_opd.opd.replay_check import diagnose
 from verl_opd.opd.trace import RolloutSample, is_finite
 from verl_opd.training.checkpoint import CheckpointStore, checkpoint_bytes
@@ -37,7 +53,9 @@ _UNUSABLE_SHARE = 0.05
 
 
 def due(every: int, step: int, rollouts: int) -> bool:
-    """Whether one of the last `rollouts` steps, up to `step`, is a multiple of `every` (-1 = never)."""
+    """Whether one of the last `rollouts` steps, up to `step`, is a multiple of `every` (-1 =
+    never).
+    """
     return every > 0 and step // every > (step - rollouts) // every
 
 
@@ -49,7 +67,9 @@ def mean_tau(results: Sequence[BenchmarkResult]) -> float | None:
 
 @dataclass
 class Loop:
-    """Everything a run holds while it trains. `run` returns when all steps are done; it can be resumed from any checkpoint it wrote."""
+    """Everything a run holds while it trains. `run` returns when all steps are done; it can be
+    resumed from any checkpoint it wrote.
+    """
 
     cfg: Config
     block_size: int
@@ -64,21 +84,30 @@ class Loop:
     snapshots: SnapshotWriter
     progress: Progress
     identity: dict[str, Any]
-    facts: dict[str, object]  # what a diagnosis should show: layer ids, mask token and the like, as configured
+    facts: dict[
+        str, object
+    ]  # what a diagnosis should show: layer ids, mask token and the like, as configured
     cases: CaseLog
-    conversations: Loader[RolloutSample] | None = None  # what warm-up learns from instead of fresh target text
+    # what warm-up learns from instead of fresh target text
+    conversations: Loader[RolloutSample] | None = None
     reward: Reward | None = None
-    proposable: frozenset[int] | None = None  # tokens of a draft vocabulary that is not the target's; labels outside it teach nothing
+    proposable: frozenset[int] | None = (
+        # tokens of a draft vocabulary that is not the target's; labels outside it teach nothing
+        None
+    )
     diagnosis: Diagnosis = field(default_factory=Diagnosis)
     clock: Stopwatch = field(default_factory=Stopwatch)
     queue: list[RolloutSample] = field(default_factory=list)
     stopping: Callable[[], bool] = lambda: False
     failed_saves: int = 0
     dropped: int = 0
-    saved: tuple[int, int] | None = None  # global step and number of validated stages of the newest checkpoint
+    # global step and number of validated stages of the newest checkpoint
+    saved: tuple[int, int] | None = None
 
     def run(self) -> None:
-        """Train to the end. Stopped, after a checkpoint, when `stopping` says so between two steps."""
+        """Train to the end. Stopped, after a checkpoint, when `stopping` says so
+        between two steps.
+        """
         self.fleet.snapshot = self._snapshot
         self._stop_if_asked()
         with self.clock.part("update_weights"):
@@ -88,7 +117,9 @@ class Loop:
             self._validate_stage("before")
         warmup_steps = self.cfg.trainer.warmup_steps
         if self.progress.warmup_step < warmup_steps:
-            self.progress.results.pop("after_warmup", None)  # a finished phase that is made longer is measured again
+            self.progress.results.pop(
+                "after_warmup", None
+            )  # a finished phase that is made longer is measured again
             with self.console.phase("warm-up", warmup_steps, self.progress.warmup_step) as bar:
                 self._warmup(bar)
         if warmup_steps:
@@ -101,10 +132,12 @@ class Loop:
             self._validate_stage("after_opd")
         self._save(required=True)
 
-    # -- warm-up ---------------------------------------------------------------------------------------------------------------------
+    # -- warm-up -----------------------------------------------------------------------------------
 
     def _warmup(self, bar: Phase) -> None:
-        """Train whole blocks on given conversations, or on text that the target writes, without drafting where the engine can."""
+        """Train whole blocks on given conversations, or on text that the target writes, without
+        drafting where the engine can.
+        """
         self.fleet.set_drafting(False)
         while self.progress.warmup_step < self.cfg.trainer.warmup_steps:
             self._stop_if_asked()
@@ -116,7 +149,11 @@ class Loop:
             self.fleet.sleep()
             with self.clock.part("update_actor"):
                 for index in range(self.cfg.warmup.updates_per_step):
-                    samples = self._warmup_samples(index) if self.conversations is None else self.conversations.next_batch()
+                    samples = (
+                        self._warmup_samples(index)
+                        if self.conversations is None
+                        else self.conversations.next_batch()
+                    )
                     metrics.extend(self._warmup_update(index, samples))
             self.progress.warmup_step += 1
             with self.clock.part("update_weights"):
@@ -129,7 +166,9 @@ class Loop:
         """What update `index` of this step learns from, drawn from all text so far."""
         pool, warmup = self.progress.pool, self.cfg.warmup
         count = min(warmup.samples_per_update, len(pool))
-        chosen = item_rng(self.cfg.trainer.seed, self._warmup_index(index), "pool").choice(len(pool), size=count, replace=False)
+        chosen = item_rng(self.cfg.trainer.seed, self._warmup_index(index), "pool").choice(
+            len(pool), size=count, replace=False
+        )
         return [pool[i] for i in sorted(chosen)]
 
     def _warmup_index(self, index: int) -> int:
@@ -155,9 +194,11 @@ class Loop:
         return self._update(samples, items, warmup_loss_spec(self.cfg), lr)
 
     def _item(self, sample: RolloutSample, plan: BlockPlan) -> TrainItem:
-        return TrainItem(sample.sample_id, sample.prompt_ids, sample.response_ids, plan, teacher=sample.teacher)
+        return TrainItem(
+            sample.sample_id, sample.prompt_ids, sample.response_ids, plan, teacher=sample.teacher
+        )
 
-    # -- on-policy steps -------------------------------------------------------------------------------------------------------------
+    # -- on-policy steps ---------------------------------------------------------------------------
 
     def _opd(self, bar: Phase) -> None:
         accumulate = self.cfg.trainer.update_accumulation_steps
@@ -184,20 +225,44 @@ class Loop:
             collected, rollouts = [], 0
 
     def _opd_updates(self) -> list[StepMetrics]:
-        """The queued samples, `update_epochs` times, in `updates_per_step` mini-batches of one optimiser step each."""
+        """The queued samples, `update_epochs` times, in `updates_per_step` mini-batches of one
+        optimiser step each.
+        """
         trainer = self.cfg.trainer
         items = [self._item(sample, self._opd_plan(sample)) for sample in self.queue]
         if self.cfg.opd.policy_gradient:
-            items = with_policy_terms(items, self.queue, self.trainers.score(items), self.reward, self.cfg.opd.reward_weight)
+            items = with_policy_terms(
+                items,
+                self.queue,
+                self.trainers.score(items),
+                self.reward,
+                self.cfg.opd.reward_weight,
+            )
         per_step = trainer.updates_per_step * trainer.update_epochs
         total = math.ceil(self.total_steps / trainer.update_accumulation_steps) * per_step
-        first = (math.ceil(self.progress.opd_step / trainer.update_accumulation_steps) - 1) * per_step
-        batches = mini_batches(len(items), trainer.updates_per_step, trainer.update_epochs, trainer.seed, self.progress.opd_step)
+        first = (
+            math.ceil(self.progress.opd_step / trainer.update_accumulation_steps) - 1
+        ) * per_step
+        batches = mini_batches(
+            len(items),
+            trainer.updates_per_step,
+            trainer.update_epochs,
+            trainer.seed,
+            self.progress.opd_step,
+        )
         metrics: list[StepMetrics] = []
         for index, batch in enumerate(batches):
             lr = lr_at(first + index, total, self.cfg.optim)
             check = index == 0 and self._replay_check_due()
-            metrics.extend(self._update([self.queue[i] for i in batch], [items[i] for i in batch], opd_loss_spec(self.cfg), lr, check))
+            metrics.extend(
+                self._update(
+                    [self.queue[i] for i in batch],
+                    [items[i] for i in batch],
+                    opd_loss_spec(self.cfg),
+                    lr,
+                    check,
+                )
+            )
             if check:
                 self._judge_replay(metrics)
         return metrics
@@ -219,22 +284,40 @@ class Loop:
         return restrict_labels(plan, self.proposable)
 
     def _replay_check_due(self) -> bool:
-        """Replayed slots say something only under the weights, and in the block, that the engine drafted with."""
-        every, accumulate = self.cfg.opd.replay_check_freq, self.cfg.trainer.update_accumulation_steps
+        """Replayed slots say something only under the weights, and in the block, that the engine
+        drafted with.
+        """
+        every, accumulate = (
+            self.cfg.opd.replay_check_freq,
+            self.cfg.trainer.update_accumulation_steps,
+        )
         same_block = self.block_size == self.cfg.rollout.num_speculative_tokens + 1
         fresh = all(sample.draft_version == self.progress.version for sample in self.queue)
-        return every > 0 and same_block and fresh and (math.ceil(self.progress.opd_step / accumulate) - 1) % every == 0
+        return (
+            every > 0
+            and same_block
+            and fresh
+            and (math.ceil(self.progress.opd_step / accumulate) - 1) % every == 0
+        )
 
     def _judge_replay(self, metrics: Sequence[StepMetrics]) -> None:
         opd = self.cfg.opd
-        facts = {"engine draft version": self.progress.sync.version, "checksum": self.progress.sync.checksum, **self.facts}
-        if problem := diagnose(reduce_metrics(metrics), opd.max_replay_mismatch, opd.max_replay_mismatch_raw, facts):
+        facts = {
+            "engine draft version": self.progress.sync.version,
+            "checksum": self.progress.sync.checksum,
+            **self.facts,
+        }
+        if problem := diagnose(
+            reduce_metrics(metrics), opd.max_replay_mismatch, opd.max_replay_mismatch_raw, facts
+        ):
             raise ReplayError(problem)
 
-    # -- shared ----------------------------------------------------------------------------------------------------------------------
+    # -- shared ------------------------------------------------------------------------------------
 
     def _rollout(self, score: bool = False) -> list[RolloutSample]:
-        """The next batch of prompts, rolled out; `score`: with the scores of teacher servers, if there are any."""
+        """The next batch of prompts, rolled out; `score`: with the scores of teacher servers, if
+        there are any.
+        """
         rollout, data = self.cfg.rollout, self.cfg.data
         prompts = self.loader.next_batch()
         sampling = {
@@ -244,12 +327,21 @@ class Loop:
             "max_tokens": data.max_response_length,
         }
         with self.clock.part("gen"):
-            return self._keep_finite(self.fleet.generate(prompts, sampling, self.progress.version, score))
+            return self._keep_finite(
+                self.fleet.generate(prompts, sampling, self.progress.version, score)
+            )
 
     def _update(
-        self, samples: Sequence[RolloutSample], items: Sequence[TrainItem], spec: LossSpec, lr: float, check_replay: bool = False
+        self,
+        samples: Sequence[RolloutSample],
+        items: Sequence[TrainItem],
+        spec: LossSpec,
+        lr: float,
+        check_replay: bool = False,
     ) -> list[StepMetrics]:
-        """One optimiser step. The normalisers are counted here, over the whole mini-batch, so no split can change the result."""
+        """One optimiser step. The normalisers are counted here, over the whole mini-batch, so no
+        split can change the result.
+        """
         lengths = [len(sample.response_ids) for sample in samples]
         totals = stream_totals([item.plan for item in items], lengths, spec)
         supervised = [item for item in items if item.plan.response_block or item.plan.refused_block]
@@ -260,7 +352,9 @@ class Loop:
         # micro-batches and ranks add up to one update's loss; updates of a step average
         if (loss := update.sums.pop("actor/distillation/loss", None)) is not None:
             update.add_mean("actor/distillation/loss", loss, 1)
-        counts = [plan_counts(item.plan, sample) for item, sample in zip(items, samples, strict=True)]
+        counts = [
+            plan_counts(item.plan, sample) for item, sample in zip(items, samples, strict=True)
+        ]
         return [update, *counts]
 
     def _snapshot(self) -> DraftSnapshot:
@@ -271,14 +365,21 @@ class Loop:
         self.snapshots.clear()
 
     def _keep_finite(self, samples: list[RolloutSample]) -> list[RolloutSample]:
-        """`samples` without those that carry a log-prob that is no number; RolloutError when that is more than a twentieth of them, and of one."""
+        """`samples` without those that carry a log-prob that is no number; RolloutError when that
+        is more than a twentieth of them, and of one.
+        """
         bad = {sample.sample_id for sample in samples if not is_finite(sample)}
         kept, dropped = [sample for sample in samples if sample.sample_id not in bad], len(bad)
         self.dropped += dropped
         if dropped > 1 + _UNUSABLE_SHARE * len(samples) or not kept:
-            raise RolloutError(f"{dropped} of {len(samples)} samples carry log-probs that are not numbers: {', '.join(sorted(bad)[:8])}")
+            raise RolloutError(
+                f"{dropped} of {len(samples)} samples carry log-probs that are not numbers: "
+                f"{', '.join(sorted(bad)[:8])}"
+            )
         if dropped:
-            self.console.say(f"dropped {dropped} of {len(samples)} samples: log-probs that are not numbers")
+            self.console.say(
+                f"dropped {dropped} of {len(samples)} samples: log-probs that are not numbers"
+            )
         return kept
 
     def _stop_if_asked(self) -> None:
@@ -286,9 +387,13 @@ class Loop:
             self._save(required=True)
             raise Stopped
 
-    def _finish_step(self, bar: Phase, parts: list[StepMetrics], shown: RolloutSample, rollouts: int = 1) -> None:
-        """Validate when due, log the step, of `rollouts` rollout steps, once under the raw step number, then save when due: a step that a checkpoint
-        holds has been logged. `shown` goes to cases.log."""
+    def _finish_step(
+        self, bar: Phase, parts: list[StepMetrics], shown: RolloutSample, rollouts: int = 1
+    ) -> None:
+        """Validate when due, log the step, of `rollouts` rollout steps, once under the raw step
+        number, then save when due: a step that a checkpoint holds has been logged. `shown` goes to
+        cases.log.
+        """
         step, trainer = self.progress.global_step, self.cfg.trainer
         results: list[BenchmarkResult] = []
         extra: dict[str, float] = {}
@@ -330,20 +435,29 @@ class Loop:
             return self.benchmarks.run(self.fleet, self.progress.version)
 
     def _validate_stage(self, stage: str) -> None:
-        """Validate at a named point of the run, once: a resumed run keeps the result it already has."""
+        """Validate at a named point of the run, once: a resumed run keeps the result it already
+        has.
+        """
         if stage in self.progress.results or not self.benchmarks.prompts:
             return
         results = self._validate()
         self.fleet.prove_target()
         self.progress.results[stage] = results
-        self.trackers.log(self.progress.global_step, {name: value for result in results for name, value in result.metrics().items()})
-        self.console.acceptance(f"held-out accept length, {stage.replace('_', ' ')}", {stage: results})
+        self.trackers.log(
+            self.progress.global_step,
+            {name: value for result in results for name, value in result.metrics().items()},
+        )
+        self.console.acceptance(
+            f"held-out accept length, {stage.replace('_', ' ')}", {stage: results}
+        )
         if stage != "before":
             self._save(tau=mean_tau(results))
 
     def _save(self, tau: float | None = None, required: bool = False) -> None:
-        """Write a checkpoint of this point unless there is one; with a held-out tau, make it `best` when it is. One that cannot be written (a full
-        disk) is said and counted, and training goes on; a `required` one raises."""
+        """Write a checkpoint of this point unless there is one; with a held-out tau, make it `best`
+        when it is. One that cannot be written (a full disk) is said and counted, and training goes
+        on; a `required` one raises.
+        """
         try:
             self._write(tau)
         except (CheckpointError, ConfigError, OSError) as error:
@@ -361,7 +475,12 @@ class Loop:
                 self.trainers.save(directory / "dcp")
                 self.trainers.export(directory / "draft")
                 given = None if self.conversations is None else self.conversations.state()
-                state = {"progress": self.progress.state(), "data": self.loader.state(), "conversations": given, "identity": self.identity}
+                state = {
+                    "progress": self.progress.state(),
+                    "data": self.loader.state(),
+                    "conversations": given,
+                    "identity": self.identity,
+                }
                 self.store.commit(step, state)
                 self.saved = point
             if tau is not None:

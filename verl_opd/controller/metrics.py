@@ -1,4 +1,6 @@
-"""What a batch of rollout samples says: accept length, acceptance by position, lengths (sums and counts, divided once)."""
+"""What a batch of rollout samples says: accept length, acceptance by position, lengths (sums and
+counts, divided once).
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,9 @@ from verl_opd.opd.trace import RolloutSample, VerifyTrace, accepted_by_position
 class Acceptance:
     """Additive acceptance counts over traces.
 
-    committed / verify_steps = tau, the accept length with the bonus token counted; the prefill token and draft-free steps are in neither.
-    by_position[k-1]: verify steps that accepted proposal k.
+    committed / verify_steps = tau, the accept length with the bonus token counted; the prefill
+    token and draft-free steps are in neither. by_position[k-1]: verify steps that accepted proposal
+    k.
     """
 
     committed: int = 0
@@ -46,11 +49,21 @@ def rollout_metrics(samples: Sequence[RolloutSample], max_response_length: int) 
     metrics = StepMetrics()
     acceptance = Acceptance.of([sample.trace for sample in samples])
     if acceptance.verify_steps:
-        metrics.add_mean("opd/rollout/accept_length/mean", acceptance.committed, acceptance.verify_steps)
-        metrics.add_mean("rollout/accept_length/accepted_only", sum(acceptance.by_position), acceptance.verify_steps)
+        metrics.add_mean(
+            "opd/rollout/accept_length/mean", acceptance.committed, acceptance.verify_steps
+        )
+        metrics.add_mean(
+            "rollout/accept_length/accepted_only",
+            sum(acceptance.by_position),
+            acceptance.verify_steps,
+        )
         responded = sum(len(sample.response_ids) for sample in samples if sample.trace.steps)
-        metrics.add_mean("rollout/accept_length/response_tokens", responded, acceptance.verify_steps)
-        metrics.add_mean("rollout/spec_accept_rate", sum(acceptance.by_position), acceptance.drafted)
+        metrics.add_mean(
+            "rollout/accept_length/response_tokens", responded, acceptance.verify_steps
+        )
+        metrics.add_mean(
+            "rollout/spec_accept_rate", sum(acceptance.by_position), acceptance.drafted
+        )
         for position, hits in enumerate(acceptance.by_position, start=1):
             metrics.add_mean(f"rollout/accept_rate_pos_{position}", hits, acceptance.verify_steps)
     for sample in samples:
@@ -105,10 +118,18 @@ class BenchmarkResult:
 
     def metrics(self) -> dict[str, float]:
         prefix = f"test_rollout/{self.benchmark}"
-        values = {f"{prefix}/response_length": self.response_length, f"{prefix}/truncated_share": self.truncated_share}
+        values = {
+            f"{prefix}/response_length": self.response_length,
+            f"{prefix}/truncated_share": self.truncated_share,
+        }
         if self.tau is not None:
             values[f"{prefix}/vllm_spec_accept_length"] = self.tau
-        values.update({f"{prefix}/accept_rate_pos_{k}": rate for k, rate in enumerate(self.by_position, start=1)})
+        values.update(
+            {
+                f"{prefix}/accept_rate_pos_{k}": rate
+                for k, rate in enumerate(self.by_position, start=1)
+            }
+        )
         return values
 
     def as_dict(self) -> dict[str, object]:

@@ -1,4 +1,6 @@
-"""The order in which one rollout replica sleeps, receives weights and wakes. Any other order is refused."""
+"""The order in which one rollout replica sleeps, receives weights and wakes. Any other order is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ _TRANSITIONS = {
 class PhaseMachine:
     """Where one replica stands between two rollouts.
 
-    `advance(action)` is called before the action is sent; RuntimeError names the replica, its phase and what is allowed instead.
+    `advance(action)` is called before the action is sent; RuntimeError names the replica, its phase
+    and what is allowed instead.
     """
 
     def __init__(self, replica: int) -> None:
@@ -36,9 +39,14 @@ class PhaseMachine:
         following = _TRANSITIONS.get((action, self.phase))
         if following is None:
             allowed = [name for name, phase in _TRANSITIONS if phase is self.phase]
-            raise RuntimeError(f"replica {self.replica} is in phase {self.phase.value!r}: {action!r} is out of order, expected {allowed}")
+            raise RuntimeError(
+                f"replica {self.replica} is in phase {self.phase.value!r}: {action!r} is out of "
+                f"order, expected {allowed}"
+            )
         self.phase = following
 
     def require_rollout(self) -> None:
         if self.phase is not Phase.ROLLOUT:
-            raise RuntimeError(f"replica {self.replica} cannot generate in phase {self.phase.value!r}")
+            raise RuntimeError(
+                f"replica {self.replica} cannot generate in phase {self.phase.value!r}"
+            )

@@ -1,4 +1,6 @@
-"""Ray: start or join it, reserve one bundle a student worker, and say what each actor of a worker gets."""
+"""Ray: start or join it, reserve one bundle a student worker, and say what each actor of a worker
+gets.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,10 @@ from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from verl_opd.config.schema import Config
 from verl_opd.devices import Device, available_cores, split_cores
@@ -22,7 +27,9 @@ _BUNDLE_CPUS = 1.0
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one student worker or teacher server lives: its bundle, its Ray node and that node's address, and its share of that machine's cores."""
+    """Where one student worker or teacher server lives: its bundle, its Ray node and that node's
+    address, and its share of that machine's cores.
+    """
 
     index: int
     node_id: str
@@ -32,7 +39,8 @@ class Slot:
 
 @dataclass
 class Placement:
-    """Reserved resources of a run: a bundle for every student worker, and in a group of its own one for every teacher server.
+    """Reserved resources of a run: a bundle for every student worker, and in a group of its own one
+    for every teacher server.
 
     `close` gives back what this process took and touches nothing else.
     """
@@ -52,10 +60,18 @@ class Placement:
     def lost_nodes(self) -> list[str]:
         """Addresses of nodes that held a part of this run and are gone."""
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        return sorted({slot.node_ip for slot in (*self.slots, *self.teacher_slots) if slot.node_id not in alive})
+        return sorted(
+            {
+                slot.node_ip
+                for slot in (*self.slots, *self.teacher_slots)
+                if slot.node_id not in alive
+            }
+        )
 
     def actor_options(self, index: int) -> dict[str, Any]:
-        """Options for one of the two actors (trainer rank, rollout server) that share bundle `index`."""
+        """Options for one of the two actors (trainer rank, rollout server) that share bundle
+        `index`.
+        """
         return self._options(self.group, index, 0.5)
 
     def teacher_options(self, index: int) -> dict[str, Any]:
@@ -66,7 +82,9 @@ class Placement:
     def _options(self, group: PlacementGroup, index: int, share: float) -> dict[str, Any]:
         options: dict[str, Any] = {
             "num_cpus": _BUNDLE_CPUS * share,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                group, placement_group_bundle_index=index
+            ),
         }
         if self.device.ray_resource == "GPU":
             options["num_gpus"] = share
@@ -90,11 +108,17 @@ def driver_options() -> dict[str, Any]:
 
 
 def start_ray(cfg: Config, teachers: int = 0) -> None:
-    """Join the cluster named by ray.address or RAY_ADDRESS, else start a local one with room for all workers, which ends with this process."""
+    """Join the cluster named by ray.address or RAY_ADDRESS, else start a local one with room for
+    all workers, which ends with this process.
+    """
     address = cfg.ray.address or os.environ.get("RAY_ADDRESS")
     runtime_env = dict(cfg.ray.runtime_env)
     runtime_env.setdefault("env_vars", {})
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error", "runtime_env": runtime_env}
+    quiet: dict[str, Any] = {
+        "log_to_driver": False,
+        "logging_level": "error",
+        "runtime_env": runtime_env,
+    }
     if address:
         ray.init(address=address, **quiet)
         return
@@ -103,7 +127,9 @@ def start_ray(cfg: Config, teachers: int = 0) -> None:
     options = {"address": "local", "num_cpus": cpus, "include_dashboard": False, **quiet}
     try:
         ray.init(**options)
-    except Exception as error:  # Ray's own type for this one; a raylet gets 30 s (ray._private.node), which a busy machine may exceed once
+    # Ray's own type for this one; a raylet gets 30 s (ray._private.node), which a busy machine may
+    # exceed once
+    except Exception as error:
         if "timed out during startup" not in str(error):
             raise
         print("Ray did not come up in its 30 s; trying once more", file=sys.stderr)
@@ -112,8 +138,9 @@ def start_ray(cfg: Config, teachers: int = 0) -> None:
 
 
 def place(cfg: Config, device: Device, teachers: int = 0, timeout: float = 60.0) -> Placement:
-    """Start or join Ray and reserve one bundle for each of trainer.n_student_workers and of `teachers` servers; ConfigError when the cluster is
-    too small."""
+    """Start or join Ray and reserve one bundle for each of trainer.n_student_workers and of
+    `teachers` servers; ConfigError when the cluster is too small.
+    """
     start_ray(cfg, teachers)
     groups: list[PlacementGroup] = []
     try:
@@ -124,12 +151,18 @@ def place(cfg: Config, device: Device, teachers: int = 0, timeout: float = 60.0)
         _check_size(bundle, workers, teachers)
         for count in filter(None, (workers, teachers)):
             groups.append(_reserve(bundle, count, timeout))
-        everyone = _slots([(group, index) for group in groups for index in range(group.bundle_count)])
-        slots, teacher_slots = everyone[:workers], [replace(slot, index=index) for index, slot in enumerate(everyone[workers:])]
+        everyone = _slots(
+            [(group, index) for group in groups for index in range(group.bundle_count)]
+        )
+        slots, teacher_slots = (
+            everyone[:workers],
+            [replace(slot, index=index) for index, slot in enumerate(everyone[workers:])],
+        )
         nodes = len({slot.node_id for slot in slots})
         if cfg.trainer.nnodes > 1 and nodes != cfg.trainer.nnodes:
             raise ConfigError(
-                f"trainer.nnodes={cfg.trainer.nnodes}, but Ray placed the student workers on {nodes} node(s): correct the number"
+                f"trainer.nnodes={cfg.trainer.nnodes}, but Ray placed the student workers on "
+                f"{nodes} node(s): correct the number"
             )
         return Placement(groups[0], device, slots, groups[1] if teachers else None, teacher_slots)
     except BaseException:
@@ -141,12 +174,19 @@ def place(cfg: Config, device: Device, teachers: int = 0, timeout: float = 60.0)
 
 def _check_size(bundle: dict[str, float], workers: int, teachers: int) -> None:
     have, count = ray.cluster_resources(), workers + teachers
-    short = {name: (amount * count, have.get(name, 0.0)) for name, amount in bundle.items() if have.get(name, 0.0) < amount * count}
+    short = {
+        name: (amount * count, have.get(name, 0.0))
+        for name, amount in bundle.items()
+        if have.get(name, 0.0) < amount * count
+    }
     if short:
-        wanted = ", ".join(f"{need:g} {name} (Ray has {got:g})" for name, (need, got) in short.items())
+        wanted = ", ".join(
+            f"{need:g} {name} (Ray has {got:g})" for name, (need, got) in short.items()
+        )
         and_teachers = f" and {teachers} teacher server(s)" if teachers else ""
         raise ConfigError(
-            f"trainer.n_student_workers={workers}{and_teachers} needs {wanted}: lower it, or join a larger cluster through RAY_ADDRESS"
+            f"trainer.n_student_workers={workers}{and_teachers} needs {wanted}: lower it, or join "
+            "a larger cluster through RAY_ADDRESS"
         )
 
 
@@ -156,13 +196,19 @@ def _reserve(bundle: dict[str, float], count: int, timeout: float) -> PlacementG
         return group
     remove_placement_group(group)
     _check_size(bundle, count, 0)  # Ray may have counted a node that was lost a moment before
-    raise ConfigError(f"Ray could not reserve {count} bundles of {bundle} in {timeout:.0f} s: other jobs hold the cluster's resources")
+    raise ConfigError(
+        f"Ray could not reserve {count} bundles of {bundle} in {timeout:.0f} s: other jobs hold "
+        "the cluster's resources"
+    )
 
 
 def _slots(bundles: Sequence[tuple[PlacementGroup, int]]) -> list[Slot]:
     """One slot per bundle; all bundles of a node share its cores equally."""
     probes = [
-        _probe_node.options(num_cpus=_BUNDLE_CPUS / 2, scheduling_strategy=PlacementGroupSchedulingStrategy(group, index)).remote()
+        _probe_node.options(
+            num_cpus=_BUNDLE_CPUS / 2,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
+        ).remote()
         for group, index in bundles
     ]
     nodes: list[tuple[str, str, list[int]]] = ray.get(probes)
@@ -176,4 +222,8 @@ def _slots(bundles: Sequence[tuple[PlacementGroup, int]]) -> list[Slot]:
 
 @ray.remote
 def _probe_node() -> tuple[str, str, list[int]]:
-    return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), available_cores()
+    return (
+        ray.get_runtime_context().get_node_id(),
+        ray.util.get_node_ip_address(),
+        available_cores(),
+    )

@@ -1,4 +1,6 @@
-"""Where a run stands: the counters and results that a checkpoint carries, and where snapshots are handed over."""
+"""Where a run stands: the counters and results that a checkpoint carries, and where snapshots are
+handed over.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,10 @@ from verl_opd.rollout.sync import SyncReport
 
 @dataclass
 class Progress:
-    """warmup_step, opd_step: rollout steps done. version: optimiser steps done = version of the draft. results: stage -> benchmarks.
-    pool: target text that warm-up steps draw from (token ids; traces are not needed there). sync: report of the last push."""
+    """warmup_step, opd_step: rollout steps done. version: optimiser steps done = version of the
+    draft. results: stage -> benchmarks. pool: target text that warm-up steps draw from (token ids;
+    traces are not needed there). sync: report of the last push.
+    """
 
     warmup_step: int = 0
     opd_step: int = 0
@@ -36,26 +40,44 @@ class Progress:
             "warmup_step": self.warmup_step,
             "opd_step": self.opd_step,
             "version": self.version,
-            "results": {stage: [result.as_dict() for result in results] for stage, results in self.results.items()},
-            "pool": [[sample.sample_id, sample.data_source, sample.prompt_ids, sample.response_ids] for sample in self.pool],
+            "results": {
+                stage: [result.as_dict() for result in results]
+                for stage, results in self.results.items()
+            },
+            "pool": [
+                [sample.sample_id, sample.data_source, sample.prompt_ids, sample.response_ids]
+                for sample in self.pool
+            ],
         }
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Progress:
         results = {
-            stage: [BenchmarkResult(**{**row, "by_position": tuple(row["by_position"])}) for row in rows]
+            stage: [
+                BenchmarkResult(**{**row, "by_position": tuple(row["by_position"])}) for row in rows
+            ]
             for stage, rows in state["results"].items()
         }
         pool = [
-            RolloutSample(sample_id, source, tuple(prompt), tuple(response), VerifyTrace(len(response), ()), 0, "stop")
+            RolloutSample(
+                sample_id,
+                source,
+                tuple(prompt),
+                tuple(response),
+                VerifyTrace(len(response), ()),
+                0,
+                "stop",
+            )
             for sample_id, source, prompt, response in state["pool"]
         ]
         return cls(state["warmup_step"], state["opd_step"], state["version"], results, pool)
 
 
 class SnapshotWriter:
-    """The file through which trainer and engines exchange the draft: shared memory when all of them run on this node and it has room for two
-    drafts (containers often have 64 MB), else the run directory, which all nodes share."""
+    """The file through which trainer and engines exchange the draft: shared memory when all of them
+    run on this node and it has room for two drafts (containers often have 64 MB), else the run
+    directory, which all nodes share.
+    """
 
     def __init__(self, run_dir: Path, one_node: bool, draft_bytes: int) -> None:
         shared = Path("/dev/shm")

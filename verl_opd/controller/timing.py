@@ -32,8 +32,9 @@ class Stopwatch:
         return time.monotonic() - self._started
 
     def lap(self) -> dict[str, float]:
-        """timing_s/* since the last lap, with timing_s/step (all of it) and perf/idle_share: the share of that time in which neither engine
-        nor trainer worked."""
+        """timing_s/* since the last lap, with timing_s/step (all of it) and perf/idle_share: the
+        share of that time in which neither engine nor trainer worked.
+        """
         now = time.monotonic()
         step = now - self._lap_started
         busy = sum(self._lap.get(name, 0.0) for name in WORKING)

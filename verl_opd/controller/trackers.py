@@ -1,4 +1,6 @@
-"""Where metrics go: a JSONL file of our own, TensorBoard, wandb. All get the same names and the same step axis."""
+"""Where metrics go: a JSONL file of our own, TensorBoard, wandb. All get the same names and the
+same step axis.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class JsonlTracker:
         self._file = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        self._file.write(json.dumps({"step": step, "time": round(time.time(), 3), **metrics}) + "\n")
+        self._file.write(
+            json.dumps({"step": step, "time": round(time.time(), 3), **metrics}) + "\n"
+        )
         self._file.flush()
 
     def close(self) -> None:
@@ -51,18 +55,31 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """A wandb run that a resumed training continues (the id lives in the run directory). WANDB_MODE=offline needs no network."""
+    """A wandb run that a resumed training continues (the id lives in the run directory).
+    WANDB_MODE=offline needs no network.
+    """
 
     def __init__(self, run_dir: Path, project: str, name: str, config: dict[str, Any]) -> None:
         try:
             import wandb
         except ImportError as error:
-            raise ConfigError("trainer.logger lists wandb, but wandb is not installed: pip install 'verl-opd[wandb]'") from error
+            raise ConfigError(
+                "trainer.logger lists wandb, but wandb is not installed: pip install "
+                "'verl-opd[wandb]'"
+            ) from error
         id_file = run_dir / "wandb_id"
         if not id_file.exists():
             id_file.write_text(secrets.token_hex(4))
-        self._run = wandb.init(project=project, name=name, id=id_file.read_text(), resume="allow", dir=str(run_dir), config=config)
-        # wandb's own step only grows: a validation of a step already logged would be dropped, and so would what a resumed run repeats
+        self._run = wandb.init(
+            project=project,
+            name=name,
+            id=id_file.read_text(),
+            resume="allow",
+            dir=str(run_dir),
+            config=config,
+        )
+        # wandb's own step only grows: a validation of a step already logged would be dropped, and
+        # so would what a resumed run repeats
         self._run.define_metric("*", step_metric=_STEP)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -76,12 +93,18 @@ TRACKERS = ("console", "jsonl", "tensorboard", "wandb")
 
 
 class Trackers:
-    """All trackers named in `trainer.logger`; `console` is drawn by the loop itself. metrics.jsonl is always written."""
+    """All trackers named in `trainer.logger`; `console` is drawn by the loop itself. metrics.jsonl
+    is always written.
+    """
 
-    def __init__(self, names: list[str], run_dir: Path, project: str, experiment: str, config: dict[str, Any]) -> None:
+    def __init__(
+        self, names: list[str], run_dir: Path, project: str, experiment: str, config: dict[str, Any]
+    ) -> None:
         unknown = sorted(set(names) - set(TRACKERS))
         if unknown:
-            raise ConfigError(f"trainer.logger={unknown} unknown; choose from {', '.join(TRACKERS)}")
+            raise ConfigError(
+                f"trainer.logger={unknown} unknown; choose from {', '.join(TRACKERS)}"
+            )
         self._trackers: list[Tracker] = [JsonlTracker(run_dir)]
         if "tensorboard" in names:
             self._trackers.append(TensorBoardTracker(run_dir))

@@ -23,7 +23,9 @@ from verl_opd.training.worker import LOOPBACK, TrainWorker
 
 
 def balance(items: Sequence[TrainItem], ranks: int) -> list[list[TrainItem]]:
-    """Shares of about equal cost: longest first, each to the rank with the least so far. Deterministic; a share may be empty."""
+    """Shares of about equal cost: longest first, each to the rank with the least so far.
+    Deterministic; a share may be empty.
+    """
     shares: list[list[TrainItem]] = [[] for _ in range(ranks)]
     load = [(0, rank) for rank in range(ranks)]
     for item in sorted(items, key=lambda item: (-cost(item), item.sample_id)):
@@ -36,13 +38,20 @@ def balance(items: Sequence[TrainItem], ranks: int) -> list[list[TrainItem]]:
 class Trainers:
     """All FSDP ranks of a run; every method is a collective and returns when all ranks are done."""
 
-    def __init__(self, cfg: Config, draft_config: dict[str, Any], placement: Placement, logs: Path) -> None:
+    def __init__(
+        self, cfg: Config, draft_config: dict[str, Any], placement: Placement, logs: Path
+    ) -> None:
         world = len(placement.slots)
         nodes = {slot.node_id for slot in placement.slots}
         self._address = placement.slots[0].node_ip if len(nodes) > 1 else LOOPBACK
         self._ranks = [
             TrainWorker.options(**placement.actor_options(slot.index)).remote(
-                cfg, draft_config, slot.index, world, slot.cores, str(logs / f"train_{slot.index}.log")
+                cfg,
+                draft_config,
+                slot.index,
+                world,
+                slot.cores,
+                str(logs / f"train_{slot.index}.log"),
             )
             for slot in placement.slots
         ]
@@ -54,26 +63,41 @@ class Trainers:
             port = ray.get(self._ranks[0].open_store.remote(self._address))
             reports: list[dict[str, Any]] = self._all("init", self._address, port)
         except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, ConfigError):  # a draft or target that does not load: the user's to fix, without a remote traceback
+            if isinstance(
+                error.cause,
+                ConfigError,
+                # a draft or target that does not load: the user's to fix, without a remote
+                # traceback
+            ):
                 raise error.cause from None
             raise
         self.draft_parameters: int = reports[0]["draft_parameters"]
         return reports
 
     def update(
-        self, items: Sequence[TrainItem], totals: StreamTotals, spec: LossSpec, lr: float, check_replay: bool = False
+        self,
+        items: Sequence[TrainItem],
+        totals: StreamTotals,
+        spec: LossSpec,
+        lr: float,
+        check_replay: bool = False,
     ) -> list[StepMetrics]:
         """One optimiser step over `items`, split over the ranks; measurements of each rank."""
         shares = balance(items, len(self._ranks))
         parts: list[StepMetrics] = ray.get(
-            [rank.update.remote(share, totals, spec, lr, check_replay) for rank, share in zip(self._ranks, shares, strict=True)]
+            [
+                rank.update.remote(share, totals, spec, lr, check_replay)
+                for rank, share in zip(self._ranks, shares, strict=True)
+            ]
         )
         return parts
 
     def score(self, items: Sequence[TrainItem]) -> dict[str, tuple[float, ...]]:
         """The current draft's log-prob of every response label, by sample id."""
         shares = balance(items, len(self._ranks))
-        parts = ray.get([rank.score.remote(share) for rank, share in zip(self._ranks, shares, strict=True)])
+        parts = ray.get(
+            [rank.score.remote(share) for rank, share in zip(self._ranks, shares, strict=True)]
+        )
         return {name: values for part in parts for name, values in part.items()}
 
     def snapshot(self, path: Path, version: int) -> DraftSnapshot:
@@ -95,12 +119,21 @@ class Trainers:
         try:
             self._all(method, str(directory))
         except ray.exceptions.RayTaskError as error:
-            free = shutil.disk_usage(directory.parent).free / 1e6  # torch does not say that a disk is full
-            raise CheckpointError(f"{directory} was not written ({free:.0f} MB left on this disk): {first_line(error.cause)}") from error
+            free = (
+                shutil.disk_usage(directory.parent).free / 1e6
+            )  # torch does not say that a disk is full
+            raise CheckpointError(
+                f"{directory} was not written ({free:.0f} MB left on this disk): "
+                f"{first_line(error.cause)}"
+            ) from error
 
     def deaths(self) -> list[str]:
         """Ranks that are gone, and how they ended."""
-        return [f"trainer rank {index} died ({how})" for index, rank in enumerate(self._ranks) if (how := death(rank))]
+        return [
+            f"trainer rank {index} died ({how})"
+            for index, rank in enumerate(self._ranks)
+            if (how := death(rank))
+        ]
 
     def _all(self, method: str, *args: Any) -> list[Any]:
         results: list[Any] = ray.get([getattr(rank, method).remote(*args) for rank in self._ranks])

@@ -1,4 +1,6 @@
-"""What optimiser steps are made of: loss settings of the two phases, mini-batches, and the terms of the policy-gradient form. Pure functions."""
+"""What optimiser steps are made of: loss settings of the two phases, mini-batches, and the terms of
+the policy-gradient form. Pure functions.
+"""
 
 from __future__ import annotations
 
@@ -55,8 +57,13 @@ def with_policy_terms(
     reward: Reward | None,
     weight: float,
 ) -> list[TrainItem]:
-    """`items` with the drafting draft's log-probs and, given a reward, weight * (reward - mean over the batch)."""
-    rewards = [reward(sample.prompt_ids, sample.response_ids, sample.data_source) if reward else 0.0 for sample in samples]
+    """`items` with the drafting draft's log-probs and, given a reward, weight * (reward - mean over
+    the batch).
+    """
+    rewards = [
+        reward(sample.prompt_ids, sample.response_ids, sample.data_source) if reward else 0.0
+        for sample in samples
+    ]
     mean = sum(rewards) / len(rewards)
     return [
         replace(item, old_logprobs=scores[item.sample_id], reward=weight * (value - mean))
@@ -65,10 +72,16 @@ def with_policy_terms(
 
 
 def mini_batches(count: int, parts: int, epochs: int, seed: int, step: int) -> list[list[int]]:
-    """Indices of `count` samples in at most `parts` mini-batches per pass: in turn the first time, shuffled (by seed and step) afterwards."""
+    """Indices of `count` samples in at most `parts` mini-batches per pass: in turn the first time,
+    shuffled (by seed and step) afterwards.
+    """
     parts = min(parts, count)
     batches: list[list[int]] = []
     for epoch in range(epochs):
-        order = item_rng(seed, step, f"epoch {epoch}").permutation(count).tolist() if epoch else list(range(count))
+        order = (
+            item_rng(seed, step, f"epoch {epoch}").permutation(count).tolist()
+            if epoch
+            else list(range(count))
+        )
         batches.extend(order[part::parts] for part in range(parts))
     return batches

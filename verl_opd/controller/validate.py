@@ -1,4 +1,6 @@
-"""Held-out benchmarks, measured by the engine itself: greedy rollouts whose verify steps are counted."""
+"""Held-out benchmarks, measured by the engine itself: greedy rollouts whose verify steps are
+counted.
+"""
 
 from __future__ import annotations
 
@@ -21,4 +23,7 @@ class Benchmarks:
     def run(self, fleet: Fleet, draft_version: int) -> list[BenchmarkResult]:
         """Roll out every benchmark with the draft that the engines hold."""
         sampling = {**GREEDY, "max_tokens": self.max_response_length}
-        return [BenchmarkResult.of(name, fleet.generate(prompts, sampling, draft_version)) for name, prompts in self.prompts.items()]
+        return [
+            BenchmarkResult.of(name, fleet.generate(prompts, sampling, draft_version))
+            for name, prompts in self.prompts.items()
+        ]

@@ -1,7 +1,9 @@
-"""Given conversations as supervision: each is rendered once by the chat template, and a mask says which tokens its assistant would have generated.
+"""Given conversations as supervision: each is rendered once by the chat template, and a mask says
+which tokens its assistant would have generated.
 
-An assistant turn is supervised where the one rendering shows it exactly as it looked when it was generated: behind the generation prompt that the
-template writes for the turns before it, up to its stop token. A turn that the template shows otherwise later on (Qwen3 drops the thinking of earlier
+An assistant turn is supervised where the one rendering shows it exactly as it looked when it was
+generated: behind the generation prompt that the template writes for the turns before it, up to its
+stop token. A turn that the template shows otherwise later on (Qwen3 drops the thinking of earlier
 turns) is context. No template needs generation tags for this, and none is known by name.
 """
 
@@ -24,9 +26,12 @@ _OPEN, _CLOSE = "<think>", "</think>"
 
 @dataclass(frozen=True)
 class ConversationReport:
-    """What happened to the rows of a set of conversations. rows: read. dropped_overlong: longer than max_length tokens. dropped_unsupervised: without a
-    token to learn. refused: place and reason of every row that the template refuses. context_turns: assistant turns, of kept rows, that are context
-    only; open_turns: supervised ones without a stop token. supervised, tokens: of kept rows."""
+    """What happened to the rows of a set of conversations. rows: read. dropped_overlong: longer
+    than max_length tokens. dropped_unsupervised: without a token to learn. refused: place and
+    reason of every row that the template refuses. context_turns: assistant turns, of kept rows,
+    that are context only; open_turns: supervised ones without a stop token. supervised, tokens: of
+    kept rows.
+    """
 
     rows: int
     dropped_overlong: int
@@ -40,19 +45,32 @@ class ConversationReport:
 
     def __str__(self) -> str:
         text = (
-            f"{self.rows} rows read, {self.dropped_overlong} dropped for more than {self.max_length} tokens, {self.dropped_unsupervised} for "
+            f"{self.rows} rows read, {self.dropped_overlong} dropped for more than "
+            f"{self.max_length} tokens, {self.dropped_unsupervised} for "
             f"nothing to learn; {self.supervised} of {self.tokens} tokens supervised"
         )
         if self.context_turns:
-            text += f"; {self.context_turns} assistant turns are context only: the template does not show them as they were generated"
+            text += (
+                f"; {self.context_turns} assistant turns are context only: the template does not "
+                "show them as they were generated"
+            )
         if self.open_turns:
-            text += f"; {self.open_turns} supervised turns end without a stop token: where to stop is not learned from them"
-        return text + (f"; {len(self.refused)} refused by the chat template (first {self.refused[0]})" if self.refused else "")
+            text += (
+                f"; {self.open_turns} supervised turns end without a stop token: where to stop is "
+                "not learned from them"
+            )
+        return text + (
+            f"; {len(self.refused)} refused by the chat template (first {self.refused[0]})"
+            if self.refused
+            else ""
+        )
 
 
 @dataclass(frozen=True)
 class Masked:
-    """One rendered conversation. ids, mask: one entry per token. context_turns, open_turns: see ConversationReport."""
+    """One rendered conversation. ids, mask: one entry per token. context_turns, open_turns: see
+    ConversationReport.
+    """
 
     ids: tuple[int, ...]
     mask: tuple[bool, ...]
@@ -69,13 +87,21 @@ def load_conversations(
     stop_ids: Collection[int],
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[list[RolloutSample], ConversationReport]:
-    """The conversations of JSONL files as finished responses: prompt_ids is all before the first supervised token, response_ids the rest up to the last.
+    """The conversations of JSONL files as finished responses: prompt_ids is all before the first
+    supervised token, response_ids the rest up to the last.
 
-    `tokenizer`: a fast transformers tokenizer with a chat template. `stop_ids`: every token that ends a response of the target. ConfigError names
-    file and line of a bad row, and the counts when the template refuses many rows or nothing is left to learn.
+    `tokenizer`: a fast transformers tokenizer with a chat template. `stop_ids`: every token that
+    ends a response of the target. ConfigError names file and line of a bad row, and the counts when
+    the template refuses many rows or nothing is left to learn.
     """
-    if not getattr(tokenizer, "is_fast", False) or getattr(tokenizer, "chat_template", None) is None:
-        raise ConfigError("warmup.files needs a target with a fast tokenizer and a chat template: its masks come from both")
+    if (
+        not getattr(tokenizer, "is_fast", False)
+        or getattr(tokenizer, "chat_template", None) is None
+    ):
+        raise ConfigError(
+            "warmup.files needs a target with a fast tokenizer and a chat template: its masks come "
+            "from both"
+        )
     rows = read_rows(files, key, "warmup.messages_key")
     samples, refused = list[RolloutSample](), list[str]()
     overlong = unsupervised = context = open_turns = tokens = 0
@@ -92,22 +118,47 @@ def load_conversations(
             unsupervised += 1
         else:
             samples.append(_sample(str(index), row.data_source, masked))
-            tokens, context, open_turns = tokens + len(masked.ids), context + masked.context_turns, open_turns + masked.open_turns
+            tokens, context, open_turns = (
+                tokens + len(masked.ids),
+                context + masked.context_turns,
+                open_turns + masked.open_turns,
+            )
     supervised = sum(sum(sample.supervised or ()) for sample in samples)
-    report = ConversationReport(len(rows), overlong, unsupervised, tuple(refused), max_length, context, open_turns, supervised, tokens)
+    report = ConversationReport(
+        len(rows),
+        overlong,
+        unsupervised,
+        tuple(refused),
+        max_length,
+        context,
+        open_turns,
+        supervised,
+        tokens,
+    )
     check_refused(refused, len(rows), "conversations")
     if not samples:
-        raise ConfigError(f"no conversation is left of {', '.join(map(str, files))}: {report}; check warmup.files and data.max_*_length")
+        raise ConfigError(
+            f"no conversation is left of {', '.join(map(str, files))}: {report}; check "
+            "warmup.files and data.max_*_length"
+        )
     return samples, report
 
 
-def mask_conversation(row: Row, tokenizer: Any, stop_ids: Collection[int], template_kwargs: Mapping[str, Any]) -> Masked:
-    """Render and tokenise one conversation, and mark the tokens that its assistant generated, each turn's stop token included."""
+def mask_conversation(
+    row: Row, tokenizer: Any, stop_ids: Collection[int], template_kwargs: Mapping[str, Any]
+) -> Masked:
+    """Render and tokenise one conversation, and mark the tokens that its assistant generated, each
+    turn's stop token included.
+    """
     kwargs = {**row.template_input(), **template_kwargs}
     messages = [_canonical(message, tokenizer, template_kwargs) for message in row.messages]
 
     def render(count: int, prompt: bool) -> str:
-        return str(tokenizer.apply_chat_template(messages[:count], add_generation_prompt=prompt, tokenize=False, **kwargs))
+        return str(
+            tokenizer.apply_chat_template(
+                messages[:count], add_generation_prompt=prompt, tokenize=False, **kwargs
+            )
+        )
 
     text = render(len(messages), False)
     spans, context = list[tuple[int, int]](), 0
@@ -122,26 +173,40 @@ def mask_conversation(row: Row, tokenizer: Any, stop_ids: Collection[int], templ
     ids, offsets = tuple(encoded["input_ids"]), encoded["offset_mapping"]
     mask, open_turns = [False] * len(ids), 0
     for begin, stop in spans:
-        turn = [i for i, (low, high) in enumerate(offsets) if begin <= low and high <= stop and low < high]
+        turn = [
+            i
+            for i, (low, high) in enumerate(offsets)
+            if begin <= low and high <= stop and low < high
+        ]
         stops = [i for i in turn if ids[i] in stop_ids]
         open_turns += not stops
-        written = len(text[:stop].rstrip())  # without a stop token: all but the white space that templates put between turns
+        written = len(
+            text[:stop].rstrip()
+        )  # without a stop token: all but the white space that templates put between turns
         for i in turn:
             mask[i] = i <= stops[-1] if stops else offsets[i][1] <= written
     return Masked(ids, tuple(mask), context, open_turns)
 
 
-def _canonical(message: dict[str, Any], tokenizer: Any, template_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """An assistant message with its thinking in the one place where this template looks for it, and nowhere when thinking is switched off.
+def _canonical(
+    message: dict[str, Any], tokenizer: Any, template_kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """An assistant message with its thinking in the one place where this template looks for it, and
+    nowhere when thinking is switched off.
 
-    In content, tags mean thinking only for templates that know them; elsewhere they are text like any other.
+    In content, tags mean thinking only for templates that know them; elsewhere they are text like
+    any other.
     """
     content, template = message["content"], str(tokenizer.chat_template)
     if message["role"] != "assistant" or not isinstance(content, str):
         return message
     field = "reasoning_content" in template
-    before, closed, after = content.rpartition(_CLOSE) if field or _CLOSE in template else ("", "", content)
-    thinking = message.get("reasoning_content") or before.removeprefix("\n").removeprefix(_OPEN).strip("\n")
+    before, closed, after = (
+        content.rpartition(_CLOSE) if field or _CLOSE in template else ("", "", content)
+    )
+    thinking = message.get("reasoning_content") or before.removeprefix("\n").removeprefix(
+        _OPEN
+    ).strip("\n")
     rest = {name: value for name, value in message.items() if name != "reasoning_content"}
     rest["content"] = after.lstrip("\n") if closed else content
     if not thinking or template_kwargs.get("enable_thinking") is False:
@@ -154,7 +219,10 @@ def _canonical(message: dict[str, Any], tokenizer: Any, template_kwargs: Mapping
 def _check_roles(row: Row) -> None:
     unknown = sorted({message["role"] for message in row.messages} - set(ROLES))
     if unknown:
-        raise ConfigError(f"{row.place}: unknown role {', '.join(map(repr, unknown))}; a role is one of {', '.join(ROLES)}, human or gpt")
+        raise ConfigError(
+            f"{row.place}: unknown role {', '.join(map(repr, unknown))}; a role is one of "
+            f"{', '.join(ROLES)}, human or gpt"
+        )
 
 
 def _sample(index: str, source: str, masked: Masked) -> RolloutSample:
@@ -162,4 +230,13 @@ def _sample(index: str, source: str, masked: Masked) -> RolloutSample:
     end = len(masked.mask) - masked.mask[::-1].index(True)
     response = masked.ids[first:end]
     trace = VerifyTrace(len(response), ())
-    return RolloutSample(index, source, masked.ids[:first], response, trace, 0, "stop", supervised=masked.mask[first:end])
+    return RolloutSample(
+        index,
+        source,
+        masked.ids[:first],
+        response,
+        trace,
+        0,
+        "stop",
+        supervised=masked.mask[first:end],
+    )

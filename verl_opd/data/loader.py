@@ -1,4 +1,6 @@
-"""Batches of a data set in an order that depends only on seed and epoch, and that a resumed run continues exactly."""
+"""Batches of a data set in an order that depends only on seed and epoch, and that a resumed run
+continues exactly.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +26,26 @@ T = TypeVar("T", bound=Named)
 
 
 class Loader(Generic[T]):
-    """Endless batches of `batch_size` items (prompts, conversations), epoch after epoch; the rest that fills no batch is left out of its epoch.
+    """Endless batches of `batch_size` items (prompts, conversations), epoch after epoch; the rest
+    that fills no batch is left out of its epoch.
 
-    `epoch` is that of the batch returned last, from 0. `size_key`: the configuration key that decides batch_size. ConfigError when the set is
-    smaller than one batch.
+    `epoch` is that of the batch returned last, from 0. `size_key`: the configuration key that
+    decides batch_size. ConfigError when the set is smaller than one batch.
     """
 
-    def __init__(self, items: Sequence[T], batch_size: int, shuffle: bool, seed: int, size_key: str = "data.train_batch_size") -> None:
+    def __init__(
+        self,
+        items: Sequence[T],
+        batch_size: int,
+        shuffle: bool,
+        seed: int,
+        size_key: str = "data.train_batch_size",
+    ) -> None:
         if batch_size > len(items):
-            raise ConfigError(f"{size_key}={batch_size} is larger than the training set of {len(items)} rows: lower it")
+            raise ConfigError(
+                f"{size_key}={batch_size} is larger than the training set of {len(items)} rows: "
+                "lower it"
+            )
         self._items = list(items)
         self._digest = _digest(items)
         self._batch_size = batch_size
@@ -62,12 +75,16 @@ class Loader(Generic[T]):
         return {"epoch": self.epoch, "batch": self._batch, **self._order_inputs()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken. ConfigError when data, batch size or seed differ, because the order would be another."""
+        """Continue where `state` was taken. ConfigError when data, batch size or seed differ,
+        because the order would be another.
+        """
         for key, now in self._order_inputs().items():
             if state.get(key) != now:
                 raise ConfigError(
-                    f"the checkpoint was written with other data settings ({key} was {state.get(key)!r}, is {now!r}): "
-                    "restore them to resume, or start a new run from the exported draft with draft.path"
+                    f"the checkpoint was written with other data settings ({key} was "
+                    f"{state.get(key)!r}, is {now!r}): "
+                    "restore them to resume, or start a new run from the exported draft with "
+                    "draft.path"
                 )
         self.epoch, self._batch = state["epoch"], state["batch"]
         self._order = self._epoch_order()
@@ -89,12 +106,16 @@ class Loader(Generic[T]):
 
 
 def _digest(items: Iterable[Any]) -> str:
-    """Of every field of every item (dataclasses); token ids as numbers, which is much faster than as text."""
+    """Of every field of every item (dataclasses); token ids as numbers, which is much faster than
+    as text.
+    """
     digest = hashlib.sha256()
     for item in items:
         for field in fields(item):
             value = getattr(item, field.name)
             ids = isinstance(value, tuple) and bool(value) and isinstance(value[0], int)
-            digest.update(np.asarray(value, dtype=np.int64).tobytes() if ids else repr(value).encode())
+            digest.update(
+                np.asarray(value, dtype=np.int64).tobytes() if ids else repr(value).encode()
+            )
             digest.update(b"\n")
     return digest.hexdigest()[:16]

@@ -1,4 +1,6 @@
-"""Prompts: what rollouts start from. A row's `prompt` holds chat messages, or a string = one user message."""
+"""Prompts: what rollouts start from. A row's `prompt` holds chat messages, or a string = one user
+message.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,9 @@ from verl_opd.errors import ConfigError
 class Prompt:
     """One rollout input.
 
-    sample_id: the row number over all files, from 0; the loader puts the epoch in front. prompt_ids: token ids after the chat template,
-    generation prompt included. messages: what they were made from. teacher_key: the row's value of teacher.key, "" without one.
+    sample_id: the row number over all files, from 0; the loader puts the epoch in front.
+    prompt_ids: token ids after the chat template, generation prompt included. messages: what they
+    were made from. teacher_key: the row's value of teacher.key, "" without one.
     """
 
     sample_id: str
@@ -30,8 +33,10 @@ class Prompt:
 
 @dataclass(frozen=True)
 class DataReport:
-    """What happened to the rows of a data set. rows: read (after max_samples). dropped_overlong: longer than max_prompt_length tokens. refused:
-    place and reason of every row that the chat template refuses."""
+    """What happened to the rows of a data set. rows: read (after max_samples). dropped_overlong:
+    longer than max_prompt_length tokens. refused: place and reason of every row that the chat
+    template refuses.
+    """
 
     rows: int
     dropped_overlong: int
@@ -43,8 +48,15 @@ class DataReport:
         return self.rows - self.dropped_overlong - len(self.refused)
 
     def __str__(self) -> str:
-        text = f"{self.rows} rows read, {self.dropped_overlong} dropped for more than {self.max_prompt_length} prompt tokens"
-        return text + (f", {len(self.refused)} refused by the chat template (first {self.refused[0]})" if self.refused else "")
+        text = (
+            f"{self.rows} rows read, {self.dropped_overlong} dropped for more than "
+            f"{self.max_prompt_length} prompt tokens"
+        )
+        return text + (
+            f", {len(self.refused)} refused by the chat template (first {self.refused[0]})"
+            if self.refused
+            else ""
+        )
 
 
 def load_prompts(
@@ -58,14 +70,20 @@ def load_prompts(
     teacher_key: str = "data_source",
     teachers: Collection[str] = (),
 ) -> tuple[list[Prompt], DataReport]:
-    """Read the first `max_samples` rows over all files and tokenise them; longer prompts than `max_prompt_length` are dropped and counted.
+    """Read the first `max_samples` rows over all files and tokenise them; longer prompts than
+    `max_prompt_length` are dropped and counted.
 
-    `tokenizer` is a transformers tokenizer; `template_kwargs` go to its chat template. teacher_key: the field that names a row's teacher, which
-    has to be one of `teachers` where there are several. Rows that the template refuses are dropped and counted while they are at most one in twenty
-    (REFUSED_SHARE). ConfigError names file and line of a bad row, and the counts when nothing is left.
+    `tokenizer` is a transformers tokenizer; `template_kwargs` go to its chat template. teacher_key:
+    the field that names a row's teacher, which has to be one of `teachers` where there are several.
+    Rows that the template refuses are dropped and counted while they are at most one in twenty
+    (REFUSED_SHARE). ConfigError names file and line of a bad row, and the counts when nothing is
+    left.
     """
     if getattr(tokenizer, "chat_template", None) is None:
-        raise ConfigError(f"target.path: the tokenizer of {getattr(tokenizer, 'name_or_path', 'the target')} has no chat template")
+        raise ConfigError(
+            f"target.path: the tokenizer of {getattr(tokenizer, 'name_or_path', 'the target')} has "
+            "no chat template"
+        )
     rows = read_rows(files, prompt_key, "data.prompt_key", max_samples)
     prompts, dropped, refused = [], 0, list[str]()
     for index, row in enumerate(rows):
@@ -77,21 +95,43 @@ def load_prompts(
         if len(ids) > max_prompt_length:
             dropped += 1
         else:
-            prompts.append(Prompt(str(index), row.data_source, ids, row.messages, _teacher_of(row, teacher_key, teachers)))
+            prompts.append(
+                Prompt(
+                    str(index),
+                    row.data_source,
+                    ids,
+                    row.messages,
+                    _teacher_of(row, teacher_key, teachers),
+                )
+            )
     report = DataReport(len(rows), dropped, max_prompt_length, tuple(refused))
     check_refused(refused, len(rows), "prompts")
     if not prompts:
-        raise ConfigError(f"no prompt is left of {', '.join(map(str, files))}: {report}; raise data.max_prompt_length or use other files")
+        raise ConfigError(
+            f"no prompt is left of {', '.join(map(str, files))}: {report}; raise "
+            "data.max_prompt_length or use other files"
+        )
     return prompts, report
 
 
 def _teacher_of(row: Row, key: str, teachers: Collection[str]) -> str:
     name = row.data_source if key == "data_source" else str(row.fields.get(key, ""))
     if len(teachers) > 1 and name not in teachers:
-        raise ConfigError(f"{row.place}: {key}={name!r} names none of the teachers {', '.join(teachers)} (teacher.models, teacher.key)")
+        raise ConfigError(
+            f"{row.place}: {key}={name!r} names none of the teachers {', '.join(teachers)} "
+            "(teacher.models, teacher.key)"
+        )
     return name
 
 
 def _apply_template(row: Row, tokenizer: Any, kwargs: Mapping[str, Any]) -> tuple[int, ...]:
     given = {**row.template_input(), **kwargs}
-    return tuple(tokenizer.apply_chat_template(list(row.messages), add_generation_prompt=True, tokenize=True, return_dict=False, **given))
+    return tuple(
+        tokenizer.apply_chat_template(
+            list(row.messages),
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+            **given,
+        )
+    )

@@ -1,4 +1,6 @@
-"""Rows of JSONL files: chat messages under some key, and optionally `data_source` and `tools` (a list, or the same as JSON text)."""
+"""Rows of JSONL files: chat messages under some key, and optionally `data_source` and `tools` (a
+list, or the same as JSON text).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ _ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
 
 @dataclass(frozen=True)
 class Row:
-    """place: file:line. messages: role, content and whatever else a template reads. fields: all of the row but its messages."""
+    """place: file:line. messages: role, content and whatever else a template reads. fields: all of
+    the row but its messages.
+    """
 
     place: str
     data_source: str
@@ -30,15 +34,23 @@ class Row:
         return {} if self.tools is None else {"tools": list(self.tools)}
 
 
-def read_rows(files: Sequence[str | Path], key: str, option: str, max_samples: int | None = None) -> list[Row]:
-    """The first `max_samples` rows over all files. `option` is the configuration key that decides `key`; ConfigError names file and line of a bad row."""
-    return list(islice((row for file in files for row in _read(Path(file), key, option)), max_samples))
+def read_rows(
+    files: Sequence[str | Path], key: str, option: str, max_samples: int | None = None
+) -> list[Row]:
+    """The first `max_samples` rows over all files. `option` is the configuration key that decides
+    `key`; ConfigError names file and line of a bad row.
+    """
+    return list(
+        islice((row for file in files for row in _read(Path(file), key, option)), max_samples)
+    )
 
 
 def check_refused(refused: Sequence[str], rows: int, what: str) -> None:
     """ConfigError when more than one row in twenty was refused by the template."""
     if len(refused) > REFUSED_SHARE * rows:
-        raise ConfigError(f"the chat template refuses {len(refused)} of {rows} {what}: {'; '.join(refused[:3])}")
+        raise ConfigError(
+            f"the chat template refuses {len(refused)} of {rows} {what}: {'; '.join(refused[:3])}"
+        )
 
 
 def _read(file: Path, key: str, option: str) -> Iterator[Row]:
@@ -55,25 +67,41 @@ def _parse(line: str, place: str, default_source: str, key: str, option: str) ->
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{place}: not valid JSON ({error.msg} at column {error.colno})") from error
+        raise ConfigError(
+            f"{place}: not valid JSON ({error.msg} at column {error.colno})"
+        ) from error
     if not isinstance(row, dict):
         raise ConfigError(f"{place}: a row must be a JSON object, not {type(row).__name__}")
     if key not in row:
-        raise ConfigError(f"{place}: row has no {key!r} (it has {', '.join(row) or 'nothing'}); {option} names the field to use")
+        raise ConfigError(
+            f"{place}: row has no {key!r} (it has {', '.join(row) or 'nothing'}); {option} names "
+            "the field to use"
+        )
     messages = row[key]
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
     if not (isinstance(messages, list) and messages):
-        raise ConfigError(f"{place}: {key!r} must be a string or a non-empty list of messages with role and content")
+        raise ConfigError(
+            f"{place}: {key!r} must be a string or a non-empty list of messages with role and "
+            "content"
+        )
     source = row.get("data_source", default_source)
     if not isinstance(source, str):
         raise ConfigError(f"{place}: 'data_source' must be a string, not {source!r}")
     fields = {name: value for name, value in row.items() if name != key}
-    return Row(place, source, tuple(_message(message, place, key) for message in messages), fields, _tools(row.get("tools"), place))
+    return Row(
+        place,
+        source,
+        tuple(_message(message, place, key) for message in messages),
+        fields,
+        _tools(row.get("tools"), place),
+    )
 
 
 def _message(given: Any, place: str, key: str) -> dict[str, Any]:
-    """One message with role and content, from either spelling (`role`/`content`, or ShareGPT's `from`/`value`)."""
+    """One message with role and content, from either spelling (`role`/`content`, or ShareGPT's
+    `from`/`value`).
+    """
     message = dict(given) if isinstance(given, dict) else {}
     if "role" not in message and "from" in message:
         message = {"role": message.pop("from"), "content": message.pop("value", None), **message}
@@ -82,16 +110,23 @@ def _message(given: Any, place: str, key: str) -> dict[str, Any]:
     if content is None and message.get("tool_calls"):
         content = message["content"] = ""  # templates test it, and none prints "None"
     if not (isinstance(message.get("role"), str) and isinstance(content, str | list)):
-        raise ConfigError(f"{place}: {key!r} must be a string or a non-empty list of messages with role and content")
+        raise ConfigError(
+            f"{place}: {key!r} must be a string or a non-empty list of messages with role and "
+            "content"
+        )
     return message
 
 
 def _tools(given: Any, place: str) -> tuple[Any, ...] | None:
-    """Tool descriptions for the chat template; None and an empty list alike mean that there are none."""
+    """Tool descriptions for the chat template; None and an empty list alike mean that there are
+    none.
+    """
     try:
         tools = json.loads(given) if isinstance(given, str) and given.strip() else given
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{place}: 'tools' is text that is no JSON ({error.msg} at column {error.colno})") from error
+        raise ConfigError(
+            f"{place}: 'tools' is text that is no JSON ({error.msg} at column {error.colno})"
+        ) from error
     if not tools:
         return None
     if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):

@@ -16,6 +16,8 @@ def family_names() -> list[str]:
 def get_family(name: str) -> DraftFamily:
     """The family called `name`; ConfigError lists the known ones."""
     if name not in family_names():
-        raise ConfigError(f"draft.family={name!r} is unknown; available: {', '.join(family_names())}")
+        raise ConfigError(
+            f"draft.family={name!r} is unknown; available: {', '.join(family_names())}"
+        )
     family: DraftFamily = importlib.import_module(f"{__name__}.{name}").FAMILY
     return family

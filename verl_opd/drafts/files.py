@@ -23,46 +23,62 @@ WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
 
 def local_directory(path: str, weights: bool = True) -> str:
-    """`path` itself when it is a directory, else the local copy of the hub repository of that name (its configuration alone without `weights`);
-    ConfigError when there is neither."""
+    """`path` itself when it is a directory, else the local copy of the hub repository of that name
+    (its configuration alone without `weights`); ConfigError when there is neither.
+    """
     if Path(path).is_dir():
         return path
     try:
-        return str(snapshot_download(path, allow_patterns=["*.json", *(["*.safetensors"] if weights else [])]))
+        return str(
+            snapshot_download(
+                path, allow_patterns=["*.json", *(["*.safetensors"] if weights else [])]
+            )
+        )
     except (HFValidationError, OSError) as error:
-        raise ConfigError(f"draft.path={path}: neither a directory nor a hub repository within reach ({type(error).__name__})") from error
+        raise ConfigError(
+            f"draft.path={path}: neither a directory nor a hub repository within reach "
+            f"({type(error).__name__})"
+        ) from error
 
 
 def read_config(path: str) -> dict[str, Any]:
     """config.json of a local draft directory."""
     file = Path(path) / CONFIG
     if not file.is_file():
-        raise ConfigError(f"draft.path={path}: no {CONFIG} there (a local HF-format draft directory is expected)")
+        raise ConfigError(
+            f"draft.path={path}: no {CONFIG} there (a local HF-format draft directory is expected)"
+        )
     config: dict[str, Any] = json.loads(file.read_text())
     return config
 
 
 def rope_settings(config: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """rope_type, rope_theta and whatever else is set, from either spelling; ConfigError when theta is missing.
+    """rope_type, rope_theta and whatever else is set, from either spelling; ConfigError when theta
+    is missing.
 
-    Engines read the file through transformers, which fills in 10000 without a word: a draft trained with another base then accepts little.
+    Engines read the file through transformers, which fills in 10000 without a word: a draft trained
+    with another base then accepts little.
     """
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = rope.pop("rope_theta", config.get("rope_theta"))
     if theta is None:
         raise ConfigError(
-            f"the {what}'s config.json has no rope_theta: add the value it was trained with, a guess silently lowers acceptance"
+            f"the {what}'s config.json has no rope_theta: add the value it was trained with, a "
+            "guess silently lowers acceptance"
         )
     legacy = rope.pop("type", "default")
     return {"rope_theta": float(theta), "rope_type": rope.pop("rope_type", legacy), "extra": rope}
 
 
 def check_sizes(config: Mapping[str, Any], target: PretrainedConfig) -> None:
-    """ConfigError, with both numbers, for a draft of another hidden size or vocabulary than its target's."""
+    """ConfigError, with both numbers, for a draft of another hidden size or vocabulary than its
+    target's.
+    """
     for key in ("hidden_size", "vocab_size"):
         if config[key] != getattr(target, key):
             raise ConfigError(
-                f"draft does not fit the target: {key} is {config[key]} in the draft and {getattr(target, key)} in the target"
+                f"draft does not fit the target: {key} is {config[key]} in the draft and "
+                f"{getattr(target, key)} in the target"
             )
 
 
@@ -86,18 +102,33 @@ def load_into(
 ) -> None:
     """Load the draft directory `path` into `draft`, as DraftFamily.load_weights says.
 
-    copies: names of `frozen` that files of this family may carry; they are compared, in bf16, and left out. rename: a file's name -> ours.
+    copies: names of `frozen` that files of this family may carry; they are compared, in bf16, and
+    left out. rename: a file's name -> ours.
     """
     tensors = {rename(name): tensor for name, tensor in read_weights(path).items()}
     for name in copies:
         brought = tensors.pop(name, None)
         if brought is None or frozen is None:
             continue
-        if brought.shape != frozen[name].shape or not torch.equal(frozen[name].cpu().to(torch.bfloat16), brought.to(torch.bfloat16)):
-            raise ConfigError(f"draft.path={path}: {name} differs from the target's; only drafts that use the target's are supported")
+        if brought.shape != frozen[name].shape or not torch.equal(
+            frozen[name].cpu().to(torch.bfloat16), brought.to(torch.bfloat16)
+        ):
+            raise ConfigError(
+                f"draft.path={path}: {name} differs from the target's; only drafts that use the "
+                "target's are supported"
+            )
     expected = {name: tuple(tensor.shape) for name, tensor in draft.state_dict().items()}
-    compare({name: tuple(tensor.shape) for name, tensor in tensors.items()}, expected, f"draft.path={path}")
-    draft.load_state_dict({name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()})
+    compare(
+        {name: tuple(tensor.shape) for name, tensor in tensors.items()},
+        expected,
+        f"draft.path={path}",
+    )
+    draft.load_state_dict(
+        {
+            name: tensor.float() if tensor.is_floating_point() else tensor
+            for name, tensor in tensors.items()
+        }
+    )
 
 
 def compare(found: Mapping[str, Any], expected: Mapping[str, Any], where: str) -> None:
@@ -110,7 +141,9 @@ def compare(found: Mapping[str, Any], expected: Mapping[str, Any], where: str) -
         if tuple(found[name]) != tuple(expected[name])
     ]
     if problems:
-        shown = "; ".join(problems[:6]) + (f"; and {len(problems) - 6} more" if len(problems) > 6 else "")
+        shown = "; ".join(problems[:6]) + (
+            f"; and {len(problems) - 6} more" if len(problems) > 6 else ""
+        )
         raise ConfigError(f"{where}: {shown}")
 
 
@@ -120,11 +153,15 @@ def narrow(tensor: Tensor) -> Tensor:
 
 
 def write_draft(state: Mapping[str, Tensor], config: Mapping[str, Any], path: Path) -> None:
-    """Write config.json and bf16 weights to the directory `path`, through a temporary neighbour and a rename."""
+    """Write config.json and bf16 weights to the directory `path`, through a temporary neighbour and
+    a rename.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
     try:
-        tensors = {name: narrow(tensor.detach()).cpu().contiguous() for name, tensor in state.items()}
+        tensors = {
+            name: narrow(tensor.detach()).cpu().contiguous() for name, tensor in state.items()
+        }
         save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
         (temporary / CONFIG).write_text(json.dumps(dict(config), indent=2) + "\n")
         temporary.chmod(0o755)

@@ -29,10 +29,12 @@ Rotation = tuple[Tensor, Tensor]
 def rotation(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotation:
     """cos and sin [b, 1, L, head_dim] for integer positions [b, L] (half-split "neox" layout).
 
-    Angles are float32, the tables are then rounded to the draft's `dtype` as the engine does (vLLM RotaryEmbedding.cos_sin_cache).
+    Angles are float32, the tables are then rounded to the draft's `dtype` as the engine does (vLLM
+    RotaryEmbedding.cos_sin_cache).
     """
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
-    # the reciprocal first, as engines do: dividing instead moves float32 angles by milliradians at position 30000
+    # the reciprocal first, as engines do: dividing instead moves float32 angles by milliradians at
+    # position 30000
     angles = positions.float().unsqueeze(-1) * (1.0 / theta**exponent)
     angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
     return angles.cos().to(dtype), angles.sin().to(dtype)
@@ -60,7 +62,9 @@ class MLP(nn.Module):
 
 
 def random_init(module: nn.Module, seed: int, std: float) -> None:
-    """Normal weights in every linear layer and embedding of `module`, biases 0; norms stay at one."""
+    """Normal weights in every linear layer and embedding of `module`, biases 0;
+    norms stay at one.
+    """
     generator = torch.Generator().manual_seed(seed)
     for part in module.modules():
         if isinstance(part, nn.Linear | nn.Embedding):
@@ -69,8 +73,12 @@ def random_init(module: nn.Module, seed: int, std: float) -> None:
                 nn.init.zeros_(part.bias)
 
 
-def masked_block_embeds(embed: Callable[[Tensor], Tensor], mask_token_id: int, anchor_ids: Tensor, slots: int) -> Tensor:
-    """Embeddings [b, N, slots, h] of blocks: the anchor token (anchor_ids [b, N]), then mask tokens."""
+def masked_block_embeds(
+    embed: Callable[[Tensor], Tensor], mask_token_id: int, anchor_ids: Tensor, slots: int
+) -> Tensor:
+    """Embeddings [b, N, slots, h] of blocks: the anchor token (anchor_ids [b, N]), then mask
+    tokens.
+    """
     mask = embed(torch.tensor(mask_token_id, device=anchor_ids.device))
     embeds = mask.expand(*anchor_ids.shape, slots, -1).clone()
     embeds[:, :, 0] = embed(anchor_ids)

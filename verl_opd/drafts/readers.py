@@ -1,7 +1,10 @@
-"""Draft files as other programs than vLLM's plain loader read them, and public files of theirs as this project reads them.
+"""Draft files as other programs than vLLM's plain loader read them, and public files of theirs as
+this project reads them.
 
-vllm: config.json and names as every draft directory here has them. speculators: one config.json that names its target and its proposals, from which
-`vllm serve <draft>` starts both (vllm.transformers_utils.configs.speculators). sglang: the same file but for EAGLE-3, see its family.
+vllm: config.json and names as every draft directory here has them. speculators: one config.json
+that names its target and its proposals, from which `vllm serve <draft>` starts both
+(vllm.transformers_utils.configs.speculators). sglang: the same file but for EAGLE-3, see its
+family.
 """
 
 from __future__ import annotations
@@ -17,15 +20,21 @@ _TYPE = "speculators_model_type"
 
 @dataclass(frozen=True)
 class Use:
-    """What a speculators file says about its use. target: HF path or hub id. architectures: the target's."""
+    """What a speculators file says about its use. target: HF path or hub id. architectures: the
+    target's.
+    """
 
     target: str
     num_speculative_tokens: int
     architectures: tuple[str, ...] = ()
 
 
-def to_speculators(algorithm: str, network: Mapping[str, Any], use: Use, own: Mapping[str, Any]) -> dict[str, Any]:
-    """A speculators config.json. network: what describes the transformer layers; own: the keys of this algorithm."""
+def to_speculators(
+    algorithm: str, network: Mapping[str, Any], use: Use, own: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A speculators config.json. network: what describes the transformer layers; own: the keys of
+    this algorithm.
+    """
     return {
         _TYPE: algorithm,
         "target_hidden_size": network["hidden_size"],
@@ -36,22 +45,34 @@ def to_speculators(algorithm: str, network: Mapping[str, Any], use: Use, own: Ma
         "speculators_config": {
             "algorithm": algorithm,
             "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": use.num_speculative_tokens}],
+            "proposal_methods": [
+                {"proposal_type": "greedy", "speculative_tokens": use.num_speculative_tokens}
+            ],
             "verifier": {"name_or_path": use.target, "architectures": list(use.architectures)},
         },
     }
 
 
-def speculators_parts(config: Mapping[str, Any], algorithm: str) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """(what describes the transformer layers, the file's other keys) of a speculators config.json; None for any other. ConfigError for another
-    algorithm's."""
+def speculators_parts(
+    config: Mapping[str, Any], algorithm: str
+) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """(what describes the transformer layers, the file's other keys) of a speculators config.json;
+    None for any other. ConfigError for another algorithm's.
+    """
     if _TYPE not in config:
         return None
     if config[_TYPE] != algorithm:
-        raise ConfigError(f"this draft is a speculators file of {_TYPE}={config[_TYPE]!r}: use draft.family={config[_TYPE]}")
+        raise ConfigError(
+            f"this draft is a speculators file of {_TYPE}={config[_TYPE]!r}: use "
+            f"draft.family={config[_TYPE]}"
+        )
     return dict(config.get("transformer_layer_config") or {}), dict(config)
 
 
 def without_nulls(config: Mapping[str, Any]) -> dict[str, Any]:
     """`config` without keys of value null, which typed readers refuse."""
-    return {key: without_nulls(value) if isinstance(value, Mapping) else value for key, value in config.items() if value is not None}
+    return {
+        key: without_nulls(value) if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if value is not None
+    }

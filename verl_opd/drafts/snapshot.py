@@ -1,4 +1,6 @@
-"""A published state of the draft: what travels from trainer to engine, with the proof that it arrived."""
+"""A published state of the draft: what travels from trainer to engine, with the proof that it
+arrived.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ import torch
 
 
 def checksum(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Hex digest over names, shapes, dtypes and raw bytes of `tensors`, in name order; independent of device and of how engines fuse them."""
+    """Hex digest over names, shapes, dtypes and raw bytes of `tensors`, in name order; independent
+    of device and of how engines fuse them.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(tensors):
         tensor = tensors[name].detach().to("cpu").contiguous()
@@ -21,8 +25,10 @@ def checksum(tensors: Mapping[str, torch.Tensor]) -> str:
 
 @dataclass(frozen=True)
 class DraftSnapshot:
-    """version: optimiser steps taken (0 = initial weights); path: safetensors file with the bf16 tensors under public checkpoint names;
-    names and shapes of its tensors; checksum as computed by `checksum` over the same tensors."""
+    """version: optimiser steps taken (0 = initial weights); path: safetensors file with the bf16
+    tensors under public checkpoint names; names and shapes of its tensors; checksum as computed by
+    `checksum` over the same tensors.
+    """
 
     version: int
     path: str

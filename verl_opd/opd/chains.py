@@ -1,7 +1,9 @@
-"""Whole blocks as chains of states, for losses that look at a block end to end (Draft-OPD's exact total variation).
+"""Whole blocks as chains of states, for losses that look at a block end to end (Draft-OPD's exact
+total variation).
 
-A position's target distribution is conditioned on the draft's own tokens. Up to the first refused proposal these are the response's, so the target's
-rows over the recorded sequence serve; behind it the target has to read the refused tokens: a branch, the prefix up to the first refused proposal
+A position's target distribution is conditioned on the draft's own tokens. Up to the first refused
+proposal these are the response's, so the target's rows over the recorded sequence serve; behind it
+the target has to read the refused tokens: a branch, the prefix up to the first refused proposal
 followed by the refused ones.
 """
 
@@ -21,8 +23,9 @@ from verl_opd.opd.plan import BlockPlan, TrainItem
 class Chains:
     """Positions of all blocks of a micro-batch, M entries, int64.
 
-    sample [M], slot [M]: as in layout.Stream. block [M]: running number of the block in the micro-batch; place [M]: 0-based position in its chain.
-    row [M]: index of the target row that scores the position, into the micro-batch's b*S rows followed by the branches' R*L rows.
+    sample [M], slot [M]: as in layout.Stream. block [M]: running number of the block in the
+    micro-batch; place [M]: 0-based position in its chain. row [M]: index of the target row that
+    scores the position, into the micro-batch's b*S rows followed by the branches' R*L rows.
     branch_ids [R, L] right-padded, branch_lengths [R]; R may be 0. count: number of blocks.
     """
 
@@ -37,8 +40,10 @@ class Chains:
 
 
 def chain_offsets(plan: BlockPlan) -> list[tuple[list[int], list[int]]]:
-    """Per block: (its offsets in order, the refused ones among them). A block with refusals is its accepted prefix and what was refused, without the
-    correction; any other is its labelled segment. ValueError when refused offsets do not follow each other."""
+    """Per block: (its offsets in order, the refused ones among them). A block with refusals is its
+    accepted prefix and what was refused, without the correction; any other is its labelled segment.
+    ValueError when refused offsets do not follow each other.
+    """
     labelled: list[list[int]] = [[] for _ in plan.anchors]
     refused: list[list[int]] = [[] for _ in plan.anchors]
     for block, offset in zip(plan.response_block, plan.response_offset, strict=True):
@@ -58,7 +63,9 @@ def count_chains(plan: BlockPlan) -> int:
     return sum(bool(offsets) for offsets, _ in chain_offsets(plan))
 
 
-def build_chains(items: Sequence[TrainItem], seq_len: int, device: torch.device | str = "cpu") -> Chains:
+def build_chains(
+    items: Sequence[TrainItem], seq_len: int, device: torch.device | str = "cpu"
+) -> Chains:
     """Chains of a micro-batch whose padded sequences have `seq_len` positions."""
     entries: list[list[int]] = []
     branches: list[tuple[int, ...]] = []
@@ -66,20 +73,36 @@ def build_chains(items: Sequence[TrainItem], seq_len: int, device: torch.device 
     count = 0
     for index, item in enumerate(items):
         plan, ids = item.plan, item.prompt_ids + item.response_ids
-        tokens = {(b, o): t for b, o, t in zip(plan.refused_block, plan.refused_offset, plan.refused_token, strict=True)}
+        tokens = {
+            (b, o): t
+            for b, o, t in zip(
+                plan.refused_block, plan.refused_offset, plan.refused_token, strict=True
+            )
+        }
         for block, (offsets, suffix) in enumerate(chain_offsets(plan)):
             full = full_anchor(len(item.prompt_ids), plan.anchors[block])
             last = suffix[0] if suffix else (offsets[-1] if offsets else 0)
             if full + last > len(ids):
                 raise ValueError(
-                    f"sample {item.sample_id}: offset {last} of the block at anchor {plan.anchors[block]} lies past the response"
+                    f"sample {item.sample_id}: offset {last} of the block at anchor "
+                    f"{plan.anchors[block]} lies past the response"
                 )
             for place, offset in enumerate(offsets):
                 if suffix and offset > suffix[0]:
                     behind.append((len(entries), len(branches), full + offset - 1))
-                entries.append([index, block * plan.block_size + offset, count, place, index * seq_len + full + offset - 1])
+                entries.append(
+                    [
+                        index,
+                        block * plan.block_size + offset,
+                        count,
+                        place,
+                        index * seq_len + full + offset - 1,
+                    ]
+                )
             if len(suffix) > 1:
-                branches.append(ids[: full + suffix[0]] + tuple(tokens[block, offset] for offset in suffix[:-1]))
+                branches.append(
+                    ids[: full + suffix[0]] + tuple(tokens[block, offset] for offset in suffix[:-1])
+                )
             count += bool(offsets)
     longest = max((len(branch) for branch in branches), default=0)
     for entry, branch, row in behind:
@@ -87,16 +110,20 @@ def build_chains(items: Sequence[TrainItem], seq_len: int, device: torch.device 
     branch_ids = torch.zeros(len(branches), longest, dtype=torch.long)
     for number, branch_tokens in enumerate(branches):
         branch_ids[number, : len(branch_tokens)] = torch.tensor(branch_tokens)
-    sample, slot, numbers, place_, row_ = torch.tensor(entries, dtype=torch.long, device=device).reshape(-1, 5).unbind(1)
+    sample, slot, numbers, place_, row_ = (
+        torch.tensor(entries, dtype=torch.long, device=device).reshape(-1, 5).unbind(1)
+    )
     lengths = torch.tensor([len(branch) for branch in branches], dtype=torch.long, device=device)
     return Chains(sample, slot, numbers, place_, row_, branch_ids.to(device), lengths, count)
 
 
 def end_to_end(tv: Tensor, chains: Chains) -> tuple[Tensor, Tensor]:
-    """(loss [count], expected accepted proposals [count]) of every block from total variations tv [M] of its positions.
+    """(loss [count], expected accepted proposals [count]) of every block from total variations tv
+    [M] of its positions.
 
-    With overlaps o = 1 - TV, a chain is accepted up to k with probability prod_{i<=k} o_i, so E = sum_k prod_{i<=k} o_i proposals are accepted on
-    average; the loss is 1 - E / length of the chain.
+    With overlaps o = 1 - TV, a chain is accepted up to k with probability prod_{i<=k} o_i, so E =
+    sum_k prod_{i<=k} o_i proposals are accepted on average; the loss is 1 - E / length of the
+    chain.
     """
     width = int(chains.place.max()) + 1 if len(tv) else 0
     overlap = tv.new_zeros(chains.count, width).index_put((chains.block, chains.place), 1 - tv)

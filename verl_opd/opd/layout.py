@@ -1,8 +1,10 @@
 """The one place for token alignment: from samples and block plans to padded tensors.
 
-Full-sequence index of response position r is P + r (prompt length P). A block anchored at full index F has B slots; slot j (0 = the
-anchor itself) has position id F + j and predicts the token at F + j: no shift inside a block. The target scores that same token with its
-row F + j - 1, as every causal language model does. The block's context is the target features of positions strictly before F.
+Full-sequence index of response position r is P + r (prompt length P). A block anchored at full
+index F has B slots; slot j (0 = the anchor itself) has position id F + j and predicts the token at
+F + j: no shift inside a block. The target scores that same token with its row F + j - 1, as every
+causal language model does. The block's context is the target features of positions strictly before
+F.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from verl_opd.opd.trace import TeacherScores
 
 
 def full_anchor(prompt_len: int, anchor: int) -> int:
-    """Full-sequence index of a response position; -1 is the last prompt token. ValueError below that."""
+    """Full-sequence index of a response position; -1 is the last prompt token. ValueError below
+    that.
+    """
     if anchor < -1:
         raise ValueError(f"anchor {anchor} lies before the last prompt token")
     return prompt_len + anchor
@@ -28,13 +32,16 @@ def full_anchor(prompt_len: int, anchor: int) -> int:
 
 @dataclass(frozen=True)
 class Stream:
-    """Supervised slots of one loss stream, flat over the micro-batch (M entries, int64 unless said).
+    """Supervised slots of one loss stream, flat over the micro-batch (M entries, int64 unless
+    said).
 
-    sample [M]: row of the micro-batch. slot [M]: n*B + j, index into the sample's N*B draft slots. token [M]. offset [M]: j, 1-based.
-    Response stream: target_row [M], index into the sample's S target rows, the one that scores the same token; teacher_logprob [M] float32 only
-    when a teacher server scored the samples. Refused stream: teacher_logprob [M] float32 as the engine recorded it, on the draft's own prefix,
-    which no row of the response has seen; target_row is empty. Judged stream: proposals that the target judged, token = 1 where accepted, else
-    0. Drafted stream: every proposal of the engine, accepted or not; nothing is supervised with it.
+    sample [M]: row of the micro-batch. slot [M]: n*B + j, index into the sample's N*B draft slots.
+    token [M]. offset [M]: j, 1-based. Response stream: target_row [M], index into the sample's S
+    target rows, the one that scores the same token; teacher_logprob [M] float32 only when a teacher
+    server scored the samples. Refused stream: teacher_logprob [M] float32 as the engine recorded
+    it, on the draft's own prefix, which no row of the response has seen; target_row is empty.
+    Judged stream: proposals that the target judged, token = 1 where accepted, else 0. Drafted
+    stream: every proposal of the engine, accepted or not; nothing is supervised with it.
     """
 
     sample: Tensor
@@ -49,11 +56,13 @@ class Stream:
 class Layout:
     """A padded micro-batch of b samples.
 
-    input_ids [b, S] int64 right-padded with 0; lengths [b] int64; anchors [b, N] int64 full-sequence indices (0 where padded);
-    block_keep [b, N] bool; block_size B. block_tokens [b, N, B] int64: the anchor token and the tokens that followed it while drafting: the
-    engine's proposals, in a block that no engine drafted the response's own tokens (0 beyond its end). old_logprob, reward: float32, parallel to the
-    response stream (TrainItem); old_logprob is empty when the items carry none. top_ids [M, k] int64 and top_logprobs [M, k] float32, parallel to
-    the response stream: the teacher's most likely tokens; k is 0 without a teacher server.
+    input_ids [b, S] int64 right-padded with 0; lengths [b] int64; anchors [b, N] int64
+    full-sequence indices (0 where padded); block_keep [b, N] bool; block_size B. block_tokens [b,
+    N, B] int64: the anchor token and the tokens that followed it while drafting: the engine's
+    proposals, in a block that no engine drafted the response's own tokens (0 beyond its end).
+    old_logprob, reward: float32, parallel to the response stream (TrainItem); old_logprob is empty
+    when the items carry none. top_ids [M, k] int64 and top_logprobs [M, k] float32, parallel to the
+    response stream: the teacher's most likely tokens; k is 0 without a teacher server.
     """
 
     input_ids: Tensor
@@ -77,11 +86,17 @@ class Layout:
         return int(self.anchors.max())
 
 
-def build_layout(items: Sequence[TrainItem], device: torch.device | str = "cpu", drafted: bool = True, judged: bool = True) -> Layout:
-    """Pad `items` (same block size, at least one) into tensors on `device`. ValueError for a plan that does not fit its sample.
+def build_layout(
+    items: Sequence[TrainItem],
+    device: torch.device | str = "cpu",
+    drafted: bool = True,
+    judged: bool = True,
+) -> Layout:
+    """Pad `items` (same block size, at least one) into tensors on `device`. ValueError for a plan
+    that does not fit its sample.
 
-    drafted False leaves the drafted stream empty: only the replay check looks at it, and it is the longest. judged False likewise: only a confidence head
-    does.
+    drafted False leaves the drafted stream empty: only the replay check looks at it, and it is the
+    longest. judged False likewise: only a confidence head does.
     """
     sizes = {item.plan.block_size for item in items}
     if len(sizes) != 1:
@@ -96,7 +111,9 @@ def build_layout(items: Sequence[TrainItem], device: torch.device | str = "cpu",
     for row, item in enumerate(items):
         input_ids[row, : lengths[row]] = torch.tensor(item.prompt_ids + item.response_ids)
         count = len(item.plan.anchors)
-        anchors[row, :count] = torch.tensor([_checked_anchor(item, anchor) for anchor in item.plan.anchors], dtype=torch.long)
+        anchors[row, :count] = torch.tensor(
+            [_checked_anchor(item, anchor) for anchor in item.plan.anchors], dtype=torch.long
+        )
         keep[row, :count] = True
         for block, known in enumerate(_block_tokens(item)):
             tokens[row, block, : len(known)] = torch.tensor(known)
@@ -112,7 +129,11 @@ def build_layout(items: Sequence[TrainItem], device: torch.device | str = "cpu",
         drafted=_drafted_stream(items if drafted else (), device),
         judged=_judged_stream(items if judged else (), device),
         old_logprob=torch.tensor(_old_logprobs(items), dtype=torch.float32, device=device),
-        reward=torch.tensor([item.reward for item in items for _ in item.plan.response_label], dtype=torch.float32, device=device),
+        reward=torch.tensor(
+            [item.reward for item in items for _ in item.plan.response_label],
+            dtype=torch.float32,
+            device=device,
+        ),
         top_ids=torch.from_numpy(scores.top_ids.astype(np.int64)).to(device),
         top_logprobs=torch.from_numpy(scores.top_logprobs).to(device),
     )
@@ -130,7 +151,10 @@ def _blocks(item: TrainItem) -> int:
 def _checked_anchor(item: TrainItem, anchor: int) -> int:
     full = full_anchor(len(item.prompt_ids), anchor)
     if not 0 <= full < _length(item) - 1:
-        raise ValueError(f"sample {item.sample_id}: nothing follows anchor {anchor} in a response of {len(item.response_ids)} tokens")
+        raise ValueError(
+            f"sample {item.sample_id}: nothing follows anchor {anchor} in a response of "
+            f"{len(item.response_ids)} tokens"
+        )
     return full
 
 
@@ -148,44 +172,61 @@ def _slot(item: TrainItem, block: int, offset: int) -> int:
     plan = item.plan
     if not (0 <= block < len(plan.anchors) and 0 < offset < plan.block_size):
         raise ValueError(
-            f"sample {item.sample_id}: block {block}, offset {offset} has no slot among {len(plan.anchors)} blocks of {plan.block_size}"
+            f"sample {item.sample_id}: block {block}, offset {offset} has no slot among "
+            f"{len(plan.anchors)} blocks of {plan.block_size}"
         )
     return block * plan.block_size + offset
 
 
 def _teacher_scores(items: Sequence[TrainItem]) -> TeacherScores:
-    """The servers' scores at every response label; without any, arrays of length 0. ValueError when only some samples have them."""
+    """The servers' scores at every response label; without any, arrays of length 0. ValueError when
+    only some samples have them.
+    """
     scored = [item for item in items if item.teacher is not None]
     if not scored:
-        return TeacherScores(np.zeros(0, np.float32), np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32))
+        return TeacherScores(
+            np.zeros(0, np.float32), np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32)
+        )
     logprobs, ids, values = [], [], []
     for item in items:
         plan, scores = item.plan, item.teacher
         if scores is None or len(scores.logprobs) != len(item.response_ids):
             have = 0 if scores is None else len(scores.logprobs)
-            raise ValueError(f"sample {item.sample_id}: teacher scores of {have} tokens for a response of {len(item.response_ids)}")
+            raise ValueError(
+                f"sample {item.sample_id}: teacher scores of {have} tokens for a response of "
+                f"{len(item.response_ids)}"
+            )
         slots = zip(plan.response_block, plan.response_offset, strict=True)
-        positions = np.array([plan.anchors[block] + offset for block, offset in slots], dtype=np.int64)
+        positions = np.array(
+            [plan.anchors[block] + offset for block, offset in slots], dtype=np.int64
+        )
         logprobs.append(scores.logprobs[positions])
         ids.append(scores.top_ids[positions])
         values.append(scores.top_logprobs[positions])
     return TeacherScores(np.concatenate(logprobs), np.concatenate(ids), np.concatenate(values))
 
 
-def _response_stream(items: Sequence[TrainItem], teacher: np.ndarray, device: torch.device | str) -> Stream:
+def _response_stream(
+    items: Sequence[TrainItem], teacher: np.ndarray, device: torch.device | str
+) -> Stream:
     entries: list[tuple[int, int, int, int, int]] = []
     for index, item in enumerate(items):
         plan, ids = item.plan, item.prompt_ids + item.response_ids
-        for block, offset, label in zip(plan.response_block, plan.response_offset, plan.response_label, strict=True):
+        for block, offset, label in zip(
+            plan.response_block, plan.response_offset, plan.response_label, strict=True
+        ):
             slot = _slot(item, block, offset)
             position = full_anchor(len(item.prompt_ids), plan.anchors[block]) + offset
             if ids[position : position + 1] != (label,):
                 raise ValueError(
-                    f"sample {item.sample_id}: anchor {plan.anchors[block]}, offset {offset} is labelled {label}, "
+                    f"sample {item.sample_id}: anchor {plan.anchors[block]}, offset {offset} is "
+                    f"labelled {label}, "
                     f"but the sequence of {len(ids)} tokens does not hold it at {position}"
                 )
             entries.append((index, slot, label, offset, position - 1))
-    sample, slots, token, offsets, row = torch.tensor(entries, dtype=torch.long, device=device).reshape(-1, 5).unbind(1)
+    sample, slots, token, offsets, row = (
+        torch.tensor(entries, dtype=torch.long, device=device).reshape(-1, 5).unbind(1)
+    )
     return Stream(sample, slots, token, offsets, row, torch.from_numpy(teacher).to(device))
 
 
@@ -194,14 +235,27 @@ def _refused_stream(items: Sequence[TrainItem], device: torch.device | str) -> S
     logprobs: list[float] = []
     for index, item in enumerate(items):
         plan = item.plan
-        for block, offset, token in zip(plan.refused_block, plan.refused_offset, plan.refused_token, strict=True):
+        for block, offset, token in zip(
+            plan.refused_block, plan.refused_offset, plan.refused_token, strict=True
+        ):
             entries.append((index, _slot(item, block, offset), token, offset))
         logprobs.extend(plan.refused_logprob)
     if len(logprobs) != len(entries):
-        raise ValueError(f"{len(entries)} refused tokens came with {len(logprobs)} target log-probs")
-    sample, slots, tokens, offsets = torch.tensor(entries, dtype=torch.long, device=device).reshape(-1, 4).unbind(1)
+        raise ValueError(
+            f"{len(entries)} refused tokens came with {len(logprobs)} target log-probs"
+        )
+    sample, slots, tokens, offsets = (
+        torch.tensor(entries, dtype=torch.long, device=device).reshape(-1, 4).unbind(1)
+    )
     none = torch.zeros(0, dtype=torch.long, device=device)
-    return Stream(sample, slots, tokens, offsets, none, torch.tensor(logprobs, dtype=torch.float32, device=device))
+    return Stream(
+        sample,
+        slots,
+        tokens,
+        offsets,
+        none,
+        torch.tensor(logprobs, dtype=torch.float32, device=device),
+    )
 
 
 def _drafted_stream(items: Sequence[TrainItem], device: torch.device | str) -> Stream:
@@ -227,14 +281,26 @@ def _judged_stream(items: Sequence[TrainItem], device: torch.device | str) -> St
 
 def _unscored(entries: Sequence[tuple[int, int, int, int]], device: torch.device | str) -> Stream:
     """A stream of (sample, slot, token, offset) that no teacher scores."""
-    sample, slots, tokens, offsets = torch.tensor(entries, dtype=torch.long, device=device).reshape(-1, 4).unbind(1)
-    return Stream(sample, slots, tokens, offsets, torch.zeros(0, dtype=torch.long, device=device), torch.zeros(0, device=device))
+    sample, slots, tokens, offsets = (
+        torch.tensor(entries, dtype=torch.long, device=device).reshape(-1, 4).unbind(1)
+    )
+    return Stream(
+        sample,
+        slots,
+        tokens,
+        offsets,
+        torch.zeros(0, dtype=torch.long, device=device),
+        torch.zeros(0, device=device),
+    )
 
 
 def _old_logprobs(items: Sequence[TrainItem]) -> list[float]:
     for item in items:
         if item.old_logprobs and len(item.old_logprobs) != len(item.plan.response_label):
-            raise ValueError(f"sample {item.sample_id}: {len(item.old_logprobs)} old log-probs for {len(item.plan.response_label)} labels")
+            raise ValueError(
+                f"sample {item.sample_id}: {len(item.old_logprobs)} old log-probs for "
+                f"{len(item.plan.response_label)} labels"
+            )
     return [value for item in items for value in item.old_logprobs]
 
 
@@ -244,7 +310,8 @@ def cost(item: TrainItem) -> int:
 
 
 def split_micro_batches(items: Sequence[TrainItem], max_tokens: int) -> list[list[TrainItem]]:
-    """Micro-batches whose padded cost b * (S + N*B) stays within `max_tokens`; costliest samples first, the order is deterministic.
+    """Micro-batches whose padded cost b * (S + N*B) stays within `max_tokens`; costliest samples
+    first, the order is deterministic.
 
     A sample larger than the budget forms a micro-batch of its own.
     """

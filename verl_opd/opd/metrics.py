@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 class StepMetrics:
     """Additive measurements of one step on one rank.
 
-    means: name -> (sum, count), reported as sum / count and omitted when count is 0. sums: name -> total.
-    mins / maxs: name -> extreme. A name lives in one kind only.
+    means: name -> (sum, count), reported as sum / count and omitted when count is 0. sums: name ->
+    total. mins / maxs: name -> extreme. A name lives in one kind only.
     """
 
     means: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -35,7 +35,10 @@ class StepMetrics:
     def only(self, prefix: str) -> StepMetrics:
         """The measurements whose name starts with `prefix`."""
         kinds = (self.means, self.sums, self.mins, self.maxs)
-        means, sums, mins, maxs = ({name: value for name, value in kind.items() if name.startswith(prefix)} for kind in kinds)
+        means, sums, mins, maxs = (
+            {name: value for name, value in kind.items() if name.startswith(prefix)}
+            for kind in kinds
+        )
         return StepMetrics(means, sums, mins, maxs)  # type: ignore[arg-type]
 
     def merge(self, other: StepMetrics) -> StepMetrics:
@@ -52,7 +55,9 @@ class StepMetrics:
 
     def finish(self) -> dict[str, float]:
         """name -> reported value; what was not measured is absent."""
-        values: dict[str, float] = {name: total / count for name, (total, count) in self.means.items() if count > 0}
+        values: dict[str, float] = {
+            name: total / count for name, (total, count) in self.means.items() if count > 0
+        }
         for part in (self.sums, self.mins, self.maxs):
             overlap: Iterable[str] = values.keys() & part.keys()
             if overlap:
@@ -61,8 +66,12 @@ class StepMetrics:
         return values
 
 
-def reduce_metrics(parts: Iterable[StepMetrics], extra: Mapping[str, float] | None = None) -> dict[str, float]:
-    """Merge the measurements of all ranks and micro-batches and divide once; `extra` are already final values."""
+def reduce_metrics(
+    parts: Iterable[StepMetrics], extra: Mapping[str, float] | None = None
+) -> dict[str, float]:
+    """Merge the measurements of all ranks and micro-batches and divide once; `extra` are already
+    final values.
+    """
     total = StepMetrics()
     for part in parts:
         total.merge(part)

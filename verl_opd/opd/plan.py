@@ -1,4 +1,6 @@
-"""From a verify trace to training blocks: which anchors are replayed, which slots are supervised with what."""
+"""From a verify trace to training blocks: which anchors are replayed, which slots are supervised
+with what.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,15 @@ from verl_opd.opd.trace import Refusal, RolloutSample, TeacherScores, boundaries
 class BlockPlan:
     """The blocks of one sample that the draft replays, and what is supervised in them.
 
-    block_size: B = 1 anchor slot + B-1 proposal slots. anchors: response position per block (-1 = last prompt token), unique, ascending.
-    The two streams are flat parallel tuples, one entry per supervised slot; `*_block` indexes anchors, `*_offset` is 1-based (1..B-1).
-    Slot (block n, offset j) predicts response position anchors[n] + j; see layout.py for tensor indices.
-    response_*: committed tokens (label = the response token there). refused_*: refused proposals with the engine's target log-prob.
-    drafted: what the engine proposed in each block, accepted or not, per anchor; empty for a block that no engine drafted. accepted: how many
-    of them the target accepted and the response holds; ended: whether the response ended there, before a proposal was refused.
+    block_size: B = 1 anchor slot + B-1 proposal slots. anchors: response position per block (-1 =
+    last prompt token), unique, ascending. The two streams are flat parallel tuples, one entry per
+    supervised slot; `*_block` indexes anchors, `*_offset` is 1-based (1..B-1). Slot (block n,
+    offset j) predicts response position anchors[n] + j; see layout.py for tensor indices.
+    response_*: committed tokens (label = the response token there). refused_*: refused proposals
+    with the engine's target log-prob. drafted: what the engine proposed in each block, accepted or
+    not, per anchor; empty for a block that no engine drafted. accepted: how many of them the target
+    accepted and the response holds; ended: whether the response ended there, before a proposal was
+    refused.
     """
 
     block_size: int
@@ -43,8 +48,9 @@ class BlockPlan:
 class TrainItem:
     """What a training rank needs of one sample: token ids and its blocks.
 
-    For the policy-gradient form: old_logprobs, the drafting draft's log-prob of every response label (parallel to plan.response_label), and
-    reward, the sample's part of the advantage. teacher: a server's scores of the response, which then replace those of the trainer's target.
+    For the policy-gradient form: old_logprobs, the drafting draft's log-prob of every response
+    label (parallel to plan.response_label), and reward, the sample's part of the advantage.
+    teacher: a server's scores of the response, which then replace those of the trainer's target.
     """
 
     sample_id: str
@@ -57,7 +63,9 @@ class TrainItem:
 
 
 def item_rng(seed: int, step: int, key: str) -> np.random.Generator:
-    """A generator that depends only on its arguments, so that a resumed or differently split run draws the same."""
+    """A generator that depends only on its arguments, so that a resumed or differently split run
+    draws the same.
+    """
     return np.random.default_rng([seed, step, zlib.crc32(key.encode())])
 
 
@@ -76,16 +84,18 @@ def plan_opd(
 ) -> BlockPlan:
     """The blocks of one on-policy sample.
 
-    convention exact: one block per verify step, anchored where the engine anchored it. draft_opd: the upstream rule, in which each segment
-    starts at the previous segment's last token, the first one at the last prompt token (anchor -1).
-    response_span segment: labels reach to the end of the verify step (accepted proposals and the correction; a bonus token has no slot).
-    block: labels reach to the end of the block or the response.
-    response_anchor_stride s keeps every s-th response anchor, max_response_anchors C > 0 then C evenly spread ones; both keep the last one.
-    random_anchor_seed: an ablation that moves the response segments, lengths kept, to random places; None = off.
-    rejected_first_only keeps the first refused token of a block, max_rejected_tokens M > 0 the first M of the sample; refusals keep their
-    blocks whatever happens to response anchors.
-    chained: a slot reads the proposal before it (DraftFamily.chained). After the first refused proposal the chain has left the response, so no label
-    of the response is right there: a drafted block's labels end with the correction, whatever the span.
+    convention exact: one block per verify step, anchored where the engine anchored it. draft_opd:
+    the upstream rule, in which each segment starts at the previous segment's last token, the first
+    one at the last prompt token (anchor -1). response_span segment: labels reach to the end of the
+    verify step (accepted proposals and the correction; a bonus token has no slot). block: labels
+    reach to the end of the block or the response. response_anchor_stride s keeps every s-th
+    response anchor, max_response_anchors C > 0 then C evenly spread ones; both keep the last one.
+    random_anchor_seed: an ablation that moves the response segments, lengths kept, to random
+    places; None = off. rejected_first_only keeps the first refused token of a block,
+    max_rejected_tokens M > 0 the first M of the sample; refusals keep their blocks whatever happens
+    to response anchors. chained: a slot reads the proposal before it (DraftFamily.chained). After
+    the first refused proposal the chain has left the response, so no label of the response is right
+    there: a drafted block's labels end with the correction, whatever the span.
     """
     if response_span not in RESPONSE_SPANS:
         raise ValueError(f"response_span={response_span!r} is none of {', '.join(RESPONSE_SPANS)}")
@@ -93,20 +103,32 @@ def plan_opd(
     pairs = _strided(_segments(sample, convention), response_anchor_stride)
     pairs = _subsample(pairs, max_response_anchors)
     if random_anchor_seed is not None:
-        pairs = _scatter(sample, pairs, block_size, first=0 if convention == "exact" else -1, seed=random_anchor_seed)
+        pairs = _scatter(
+            sample,
+            pairs,
+            block_size,
+            first=0 if convention == "exact" else -1,
+            seed=random_anchor_seed,
+        )
     spans = []
     on_chain = {step.anchor: step.accepted + 1 for step in sample.trace.steps} if chained else {}
     for anchor, end in pairs:
         reach = end if response_span == "segment" else length - 1
-        spans.append((anchor, min(reach - anchor, block_size - 1, on_chain.get(anchor, block_size))))
+        spans.append(
+            (anchor, min(reach - anchor, block_size - 1, on_chain.get(anchor, block_size)))
+        )
     refused = [item for item in refusals(sample.trace) if item.offset < block_size]
     if rejected_first_only:
         refused = list({item.anchor: item for item in reversed(refused)}.values())[::-1]
     if max_rejected_tokens:
         refused = refused[:max_rejected_tokens]
     drafted = {step.anchor: step.drafted[: block_size - 1] for step in sample.trace.steps}
-    # a step that the end of the response cut short: what lies behind the end was judged, but stands for no state of a rollout
-    accepted = {step.anchor: min(step.accepted, step.committed, block_size - 1) for step in sample.trace.steps}
+    # a step that the end of the response cut short: what lies behind the end was judged, but stands
+    # for no state of a rollout
+    accepted = {
+        step.anchor: min(step.accepted, step.committed, block_size - 1)
+        for step in sample.trace.steps
+    }
     ended = {step.anchor for step in sample.trace.steps if step.committed <= step.accepted}
     return _assemble(block_size, sample.response_ids, spans, refused, drafted, accepted, ended)
 
@@ -128,14 +150,20 @@ def _strided(pairs: list[tuple[int, int]], stride: int) -> list[tuple[int, int]]
     return [pair for i, pair in enumerate(pairs) if i % stride == 0 or i == len(pairs) - 1]
 
 
-def _scatter(sample: RolloutSample, pairs: Sequence[tuple[int, int]], block_size: int, first: int, seed: int) -> list[tuple[int, int]]:
-    """The segments of `pairs`, as long as their block has slots, shuffled and moved apart by random gaps; disjoint as before.
+def _scatter(
+    sample: RolloutSample, pairs: Sequence[tuple[int, int]], block_size: int, first: int, seed: int
+) -> list[tuple[int, int]]:
+    """The segments of `pairs`, as long as their block has slots, shuffled and moved apart by random
+    gaps; disjoint as before.
 
-    The draw depends on seed and token ids alone (Draft-OPD's ablation), so any split of a batch gives the same anchors.
+    The draw depends on seed and token ids alone (Draft-OPD's ablation), so any split of a batch
+    gives the same anchors.
     """
     lengths = [min(end - anchor, block_size - 1) for anchor, end in pairs]
     ids = sample.prompt_ids + sample.response_ids
-    rng = item_rng(seed, sum(position * token for position, token in enumerate(ids, start=1)), "anchors")
+    rng = item_rng(
+        seed, sum(position * token for position, token in enumerate(ids, start=1)), "anchors"
+    )
     free = len(sample.response_ids) - 1 - first - sum(lengths)
     gaps = rng.multinomial(free, [1 / (len(lengths) + 1)] * (len(lengths) + 1)).tolist()
     cursor, moved = first, []
@@ -146,24 +174,34 @@ def _scatter(sample: RolloutSample, pairs: Sequence[tuple[int, int]], block_size
     return moved
 
 
-def plan_warmup(sample: RolloutSample, *, block_size: int, anchors_per_sample: int, rng: np.random.Generator) -> BlockPlan:
-    """Whole blocks at up to `anchors_per_sample` distinct uniform anchors in 0..R-2, every slot supervised by the response; no refusals.
+def plan_warmup(
+    sample: RolloutSample, *, block_size: int, anchors_per_sample: int, rng: np.random.Generator
+) -> BlockPlan:
+    """Whole blocks at up to `anchors_per_sample` distinct uniform anchors in 0..R-2, every slot
+    supervised by the response; no refusals.
 
-    In given text, anchors and labels are generated tokens, and a block's labels end with its turn: no engine drafts across one.
+    In given text, anchors and labels are generated tokens, and a block's labels end with its turn:
+    no engine drafts across one.
     """
     ends = _run_ends(sample)
     candidates = np.array([anchor for anchor, end in enumerate(ends) if end > anchor], dtype=int)
     if not len(candidates):
         return _assemble(block_size, sample.response_ids, [], [], {}, {}, set())
-    chosen = rng.choice(len(candidates), size=min(anchors_per_sample, len(candidates)), replace=False)
+    chosen = rng.choice(
+        len(candidates), size=min(anchors_per_sample, len(candidates)), replace=False
+    )
     anchors = [int(candidates[i]) for i in sorted(chosen)]
     spans = [(anchor, min(block_size - 1, ends[anchor] - anchor)) for anchor in anchors]
     return _assemble(block_size, sample.response_ids, spans, [], {}, {}, set())
 
 
 def _run_ends(sample: RolloutSample) -> list[int]:
-    """Per response position, the last one of the run of generated tokens that it belongs to; -1 outside of them."""
-    mask = sample.supervised if sample.supervised is not None else (True,) * len(sample.response_ids)
+    """Per response position, the last one of the run of generated tokens that it belongs to; -1
+    outside of them.
+    """
+    mask = (
+        sample.supervised if sample.supervised is not None else (True,) * len(sample.response_ids)
+    )
     ends = [-1] * len(mask)
     for position in range(len(mask) - 1, -1, -1):
         if mask[position]:
@@ -190,8 +228,9 @@ def _assemble(
     accepted: Mapping[int, int],
     ended: Set[int],
 ) -> BlockPlan:
-    """spans: (anchor, number of supervised offsets, at least 1). A block is there for its span, its refusals, or both. drafted, accepted: by anchor;
-    ended: anchors."""
+    """spans: (anchor, number of supervised offsets, at least 1). A block is there for its span, its
+    refusals, or both. drafted, accepted: by anchor; ended: anchors.
+    """
     anchors = tuple(sorted({anchor for anchor, _ in spans} | {item.anchor for item in refused}))
     index = {anchor: position for position, anchor in enumerate(anchors)}
     slots = [(anchor, offset) for anchor, reach in spans for offset in range(1, reach + 1)]
@@ -212,19 +251,25 @@ def _assemble(
 
 
 def judged(plan: BlockPlan) -> list[tuple[int, int, bool]]:
-    """(block, 1-based offset, whether it was accepted) of every proposal that the target judged: the accepted ones and the first refused one.
+    """(block, 1-based offset, whether it was accepted) of every proposal that the target judged:
+    the accepted ones and the first refused one.
 
-    What stands behind a refused proposal was never compared with the target; what stands behind the end of the response is no state of a rollout.
+    What stands behind a refused proposal was never compared with the target; what stands behind the
+    end of the response is no state of a rollout.
     """
     return [
         (block, offset, offset <= accepted)
-        for block, (tokens, accepted, ended) in enumerate(zip(plan.drafted, plan.accepted, plan.ended, strict=True))
+        for block, (tokens, accepted, ended) in enumerate(
+            zip(plan.drafted, plan.accepted, plan.ended, strict=True)
+        )
         for offset in range(1, min(accepted + (not ended), len(tokens)) + 1)
     ]
 
 
 def restrict_labels(plan: BlockPlan, proposable: Set[int] | None) -> BlockPlan:
-    """`plan` without the response labels that a draft with a smaller vocabulary cannot propose; None = it can propose all."""
+    """`plan` without the response labels that a draft with a smaller vocabulary cannot propose;
+    None = it can propose all.
+    """
     if proposable is None:
         return plan
     keep = [i for i, label in enumerate(plan.response_label) if label in proposable]

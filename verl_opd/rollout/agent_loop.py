@@ -1,4 +1,6 @@
-"""Agent loops: how one prompt becomes one sample. A multi-turn or tool loop is one more class here."""
+"""Agent loops: how one prompt becomes one sample. A multi-turn or tool loop is one
+more class here.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,16 @@ class SampleFailure:
 
 
 class Servers:
-    """The servers as an agent loop sees them: one call, routed. All requests of a session go to one server."""
+    """The servers as an agent loop sees them: one call, routed. All requests of a session go to one
+    server.
+    """
 
     def __init__(self, servers: Sequence[Any], router: Any, timeout: float) -> None:
         self._servers, self._router, self._timeout = list(servers), router, timeout
 
-    async def generate(self, session: str, request_id: str, prompt_ids: Sequence[int], sampling: dict[str, Any]) -> GenerateResult:
+    async def generate(
+        self, session: str, request_id: str, prompt_ids: Sequence[int], sampling: dict[str, Any]
+    ) -> GenerateResult:
         """RolloutError when the response takes longer than rollout.request_timeout."""
         index = await self._router.acquire.remote(session)
         try:
@@ -40,7 +46,10 @@ class Servers:
             result: GenerateResult = await asyncio.wait_for(work, self._timeout)
             return result
         except asyncio.TimeoutError as error:
-            raise RolloutError(f"no response from server {index} within rollout.request_timeout={self._timeout:g} s") from error
+            raise RolloutError(
+                f"no response from server {index} within rollout.request_timeout={self._timeout:g} "
+                "s"
+            ) from error
         finally:
             await self._router.release.remote(session)
 
@@ -53,20 +62,27 @@ class Servers:
 
 
 class AgentLoop(ABC):
-    """One instance serves all samples of a worker; `run` must not keep state between them. The sample id is the session."""
+    """One instance serves all samples of a worker; `run` must not keep state between them. The
+    sample id is the session.
+    """
 
     def __init__(self, servers: Servers) -> None:
         self.servers = servers
 
     @abstractmethod
-    async def run(self, prompt: Prompt, sampling: dict[str, Any], draft_version: int) -> RolloutSample: ...
+    async def run(
+        self, prompt: Prompt, sampling: dict[str, Any], draft_version: int
+    ) -> RolloutSample: ...
 
 
 class SingleTurnAgentLoop(AgentLoop):
     """One prompt, one response."""
 
-    async def run(self, prompt: Prompt, sampling: dict[str, Any], draft_version: int) -> RolloutSample:
-        # a name of its own for every attempt: the engine may still work on one whose agent loop has died
+    async def run(
+        self, prompt: Prompt, sampling: dict[str, Any], draft_version: int
+    ) -> RolloutSample:
+        # a name of its own for every attempt: the engine may still work on one whose agent loop has
+        # died
         name = f"{prompt.sample_id}-v{draft_version}-{secrets.token_hex(3)}"
         result = await self.servers.generate(prompt.sample_id, name, prompt.prompt_ids, sampling)
         return RolloutSample(
@@ -85,12 +101,16 @@ AGENT_LOOPS: dict[str, type[AgentLoop]] = {"single_turn": SingleTurnAgentLoop}
 
 def get_agent_loop(name: str) -> type[AgentLoop]:
     if name not in AGENT_LOOPS:
-        raise ConfigError(f"rollout.agent.loop={name!r} is unknown; available: {', '.join(sorted(AGENT_LOOPS))}")
+        raise ConfigError(
+            f"rollout.agent.loop={name!r} is unknown; available: {', '.join(sorted(AGENT_LOOPS))}"
+        )
     return AGENT_LOOPS[name]
 
 
 class AgentLoopRunner:
-    """Runs one agent loop per prompt, many at a time, and has finished responses scored while others are still being generated."""
+    """Runs one agent loop per prompt, many at a time, and has finished responses scored while
+    others are still being generated.
+    """
 
     def __init__(
         self,
@@ -107,24 +127,40 @@ class AgentLoopRunner:
         self._limit = asyncio.Semaphore(max_concurrency)
 
     async def run(
-        self, prompts: Sequence[Prompt], sampling: dict[str, Any], draft_version: int, score: bool = False
+        self,
+        prompts: Sequence[Prompt],
+        sampling: dict[str, Any],
+        draft_version: int,
+        score: bool = False,
     ) -> list[RolloutSample | SampleFailure]:
-        """What became of each prompt, in order: a sample, with its teacher's scores if asked for, or the reason why there is none."""
-        return list(await asyncio.gather(*(self._one(prompt, sampling, draft_version, score) for prompt in prompts)))
+        """What became of each prompt, in order: a sample, with its teacher's scores if asked for,
+        or the reason why there is none.
+        """
+        return list(
+            await asyncio.gather(
+                *(self._one(prompt, sampling, draft_version, score) for prompt in prompts)
+            )
+        )
 
     async def replace_server(self, index: int, server: Any) -> None:
         self._servers.replace(index, server)
 
-    async def _one(self, prompt: Prompt, sampling: dict[str, Any], draft_version: int, score: bool) -> RolloutSample | SampleFailure:
+    async def _one(
+        self, prompt: Prompt, sampling: dict[str, Any], draft_version: int, score: bool
+    ) -> RolloutSample | SampleFailure:
         async with self._limit:
             try:
                 sample = await self._loop.run(prompt, sampling, draft_version)
                 if score and self._teachers is not None:
                     name = prompt.sample_id
-                    scores = await self._teachers.score(name, prompt.teacher_key, sample.prompt_ids, sample.response_ids)
+                    scores = await self._teachers.score(
+                        name, prompt.teacher_key, sample.prompt_ids, sample.response_ids
+                    )
                     sample = replace(sample, teacher=scores)
                 return sample
-            except Exception as error:  # whoever asked for the sample decides whether it is run again
+            except (
+                Exception
+            ) as error:  # whoever asked for the sample decides whether it is run again
                 return SampleFailure(prompt.sample_id, f"{type(error).__name__}: {error}")
             finally:
                 await self._servers.close(prompt.sample_id)

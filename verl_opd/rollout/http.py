@@ -1,4 +1,6 @@
-"""What stands before an engine's HTTP server: the key, how much one request may bring, and how many may come."""
+"""What stands before an engine's HTTP server: the key, how much one request may bring, and how many
+may come.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,16 @@ _MAX_RATE = 500.0  # requests a second, of one engine, after a burst of as many
 
 
 class KeyRequired:
-    """ASGI wrapper: every path but /health and /metrics needs `Authorization: Bearer <key>`, no body may be longer than `max_body` bytes, and no more
-    than `max_rate` requests a second are passed on, as many at once after a pause. vLLM's own check leaves /invocations open."""
+    """ASGI wrapper: every path but /health and /metrics needs `Authorization: Bearer <key>`, no
+    body may be longer than `max_body` bytes, and no more than `max_rate` requests a second are
+    passed on, as many at once after a pause. vLLM's own check leaves /invocations open.
+    """
 
     _OPEN = ("/health", "/metrics")
 
-    def __init__(self, app: Any, key: str, max_body: int = _MAX_BODY, max_rate: float = _MAX_RATE) -> None:
+    def __init__(
+        self, app: Any, key: str, max_body: int = _MAX_BODY, max_rate: float = _MAX_RATE
+    ) -> None:
         self._app, self._max_body, self._max_rate = app, max_body, max_rate
         self._expected = f"Bearer {key}".encode()
         self._room, self._looked = max_rate, time.monotonic()
@@ -34,9 +40,16 @@ class KeyRequired:
             else:
                 await _refuse(send, 401, "a valid API key is required", "Unauthorized")
         elif int(headers.get(b"content-length", b"0") or 0) > self._max_body:
-            await _refuse(send, 413, f"a request body may have {self._max_body} bytes", "RequestEntityTooLarge")
+            await _refuse(
+                send,
+                413,
+                f"a request body may have {self._max_body} bytes",
+                "RequestEntityTooLarge",
+            )
         elif scope["type"] == "http" and scope["path"] not in self._OPEN and not self._admitted():
-            await _refuse(send, 429, f"more than {self._max_rate:g} requests a second", "TooManyRequests")
+            await _refuse(
+                send, 429, f"more than {self._max_rate:g} requests a second", "TooManyRequests"
+            )
         else:
             await self._app(scope, self._bounded(receive), send)
 
@@ -51,7 +64,9 @@ class KeyRequired:
         return True
 
     def _bounded(self, receive: Any) -> Any:
-        """`receive` that ends a body without an announced length where it becomes too long, as if the client had gone away."""
+        """`receive` that ends a body without an announced length where it becomes too long, as if
+        the client had gone away.
+        """
         seen = 0
 
         async def counted() -> Any:
@@ -65,5 +80,11 @@ class KeyRequired:
 
 async def _refuse(send: Any, status: int, message: str, kind: str) -> None:
     body = json.dumps({"error": {"message": message, "type": kind, "code": status}}).encode()
-    await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json")]})
+    await send(
+        {
+            "type": "http.response.start",
+            "status": status,
+            "headers": [(b"content-type", b"application/json")],
+        }
+    )
     await send({"type": "http.response.body", "body": body})

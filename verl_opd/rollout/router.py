@@ -1,4 +1,6 @@
-"""Which server a request goes to: the one with the fewest outstanding requests, and always the same one for one session."""
+"""Which server a request goes to: the one with the fewest outstanding requests, and always the same
+one for one session.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ import ray
 
 
 class Router:
-    """Sessions stick to a server until they are closed, so that a multi-turn loop finds its prefix cached."""
+    """Sessions stick to a server until they are closed, so that a multi-turn loop finds its prefix
+    cached.
+    """
 
     def __init__(self, servers: int) -> None:
         if servers < 1:
@@ -18,16 +22,22 @@ class Router:
 
     def acquire(self, session: str) -> int:
         """Index of the server for one more request of `session`; ties go to the lowest index."""
-        server = self._sessions.setdefault(session, min(range(len(self.outstanding)), key=self.outstanding.__getitem__))
+        server = self._sessions.setdefault(
+            session, min(range(len(self.outstanding)), key=self.outstanding.__getitem__)
+        )
         self.outstanding[server] += 1
         return server
 
     def release(self, session: str) -> None:
-        """One request of `session` is done; the session keeps its server. KeyError for a session that is not open."""
+        """One request of `session` is done; the session keeps its server. KeyError for a session
+        that is not open.
+        """
         self.outstanding[self._sessions[session]] -= 1
 
     def reset(self) -> None:
-        """Forget everything: for when nothing is in flight, and agent loops that died took their requests with them."""
+        """Forget everything: for when nothing is in flight, and agent loops that died took their
+        requests with them.
+        """
         self.outstanding = [0] * len(self.outstanding)
         self._sessions.clear()
 

@@ -1,4 +1,6 @@
-"""One vLLM engine with frozen target and live draft: token ids in, token ids and verify trace out; OpenAI-compatible HTTP beside it."""
+"""One vLLM engine with frozen target and live draft: token ids in, token ids and verify trace out;
+OpenAI-compatible HTTP beside it.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +28,18 @@ from verl_opd.targets.layers import vllm_aux_layer_id
 
 _BROKEN_SHARE = 0.05
 _LOOK_SECONDS = 1.0  # how often a call that has not returned is looked after
-STOP_SECONDS = 30.0  # an engine takes about 10 to end by itself; killed earlier, it leaves shared memory behind
+# an engine takes about 10 to end by itself; killed earlier, it leaves shared memory behind
+STOP_SECONDS = 30.0
 KEY_VARIABLE = "VERL_OPD_API_KEY"
 EXTENSION = "verl_opd.rollout.engine.extension.OpdWorkerExtension"
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What one engine needs to start; see the `rollout` section of the configuration. cpu_cores: cores to pin to, empty = not pinned.
-    engine_names: see DraftFamily. token_map: checksum of {"d2t": offsets} of a draft with a vocabulary of its own."""
+    """What one engine needs to start; see the `rollout` section of the configuration. cpu_cores:
+    cores to pin to, empty = not pinned. engine_names: see DraftFamily. token_map: checksum of
+    {"d2t": offsets} of a draft with a vocabulary of its own.
+    """
 
     target_path: str
     target_dtype: str
@@ -63,7 +68,9 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class GenerateResult:
-    """token_ids: the response. finish_reason: stop | length | abort. extra_fields: the `dflash_*` wire form of its verify trace."""
+    """token_ids: the response. finish_reason: stop | length | abort. extra_fields: the `dflash_*`
+    wire form of its verify trace.
+    """
 
     token_ids: tuple[int, ...]
     finish_reason: str
@@ -90,8 +97,9 @@ class EngineHost(Protocol):
 
 
 def engine_environment(settings: EngineHost) -> dict[str, str | None]:
-    """Variables to set (None = remove) before vLLM is imported. V1 is chosen where both runners draft with the family: its
-    seam is the one that has been run."""
+    """Variables to set (None = remove) before vLLM is imported. V1 is chosen where both runners
+    draft with the family: its seam is the one that has been run.
+    """
     env: dict[str, str | None] = {
         "VLLM_USE_V2_MODEL_RUNNER": "1" if settings.v2_runner else "0",
         "VLLM_NO_USAGE_STATS": "1",  # nothing leaves this machine
@@ -114,12 +122,15 @@ def set_engine_environment(settings: EngineHost) -> None:
 
 
 def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
-    """Keyword arguments of vLLM's AsyncEngineArgs; `engine_kwargs` come last, JSON strings among them parsed."""
+    """Keyword arguments of vLLM's AsyncEngineArgs; `engine_kwargs` come last, JSON strings among
+    them parsed.
+    """
     arguments: dict[str, Any] = {
         "model": settings.target_path,
         "dtype": settings.target_dtype,
         "trust_remote_code": settings.trust_remote_code,
-        "load_format": "auto",  # draft-only sync never streams the target, so it must really be loaded
+        # draft-only sync never streams the target, so it must really be loaded
+        "load_format": "auto",
         "speculative_config": {
             "method": settings.method,
             "model": settings.draft_path,
@@ -140,19 +151,28 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
 
 def parsed_kwargs(given: dict[str, Any]) -> dict[str, Any]:
     """Engine arguments as the user wrote them, JSON strings among them parsed."""
-    return {name: json.loads(value) if isinstance(value, str) and value[:1] in "{[" else value for name, value in given.items()}
+    return {
+        name: json.loads(value) if isinstance(value, str) and value[:1] in "{[" else value
+        for name, value in given.items()
+    }
 
 
 class TraceCheck:
-    """Compares every trace with its response. A trace that does not explain it is dropped and counted; too many of them end the run."""
+    """Compares every trace with its response. A trace that does not explain it is dropped and
+    counted; too many of them end the run.
+    """
 
     def __init__(self) -> None:
         self.responses = 0
         self.broken = 0
         self.last_broken = ""
 
-    def explain(self, request_id: str, events: Sequence[Any], token_ids: Sequence[int]) -> VerifyTrace:
-        """The verified trace of a response, or an empty one. RolloutError once more than _BROKEN_SHARE of the responses are unexplained."""
+    def explain(
+        self, request_id: str, events: Sequence[Any], token_ids: Sequence[int]
+    ) -> VerifyTrace:
+        """The verified trace of a response, or an empty one. RolloutError once more than
+        _BROKEN_SHARE of the responses are unexplained.
+        """
         self.responses += 1
         try:
             trace = trace_from_events(events, len(token_ids))
@@ -162,26 +182,37 @@ class TraceCheck:
             self.last_broken = f"request {request_id}: {error}"
             if self.broken > 1 + _BROKEN_SHARE * self.responses:
                 raise RolloutError(
-                    f"{self.broken} of {self.responses} verify traces do not explain their response; {self.last_broken}"
+                    f"{self.broken} of {self.responses} verify traces do not explain their "
+                    f"response; {self.last_broken}"
                 ) from error
             return VerifyTrace(len(token_ids), ())
         return trace
 
     def stats(self) -> dict[str, Any]:
-        return {"responses": self.responses, "broken_traces": self.broken, "last_broken_trace": self.last_broken}
+        return {
+            "responses": self.responses,
+            "broken_traces": self.broken,
+            "last_broken_trace": self.last_broken,
+        }
 
 
 def token_counter(progress: TokenProgress) -> Any:
-    """A factory of vLLM stat loggers (StatLoggerBase) that tell `progress` about every engine step with tokens in it."""
+    """A factory of vLLM stat loggers (StatLoggerBase) that tell `progress` about every engine step
+    with tokens in it.
+    """
     from vllm.v1.metrics.loggers import StatLoggerBase
 
     class Counter(StatLoggerBase):
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
             """As vLLM calls it; `progress` is all this counter needs."""
 
-        def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
+        def record(
+            self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any
+        ) -> None:
             usage = getattr(scheduler_stats, "kv_cache_usage", progress.cache_usage)
-            tokens = iteration_stats is not None and (iteration_stats.num_generation_tokens or iteration_stats.num_prompt_tokens)
+            tokens = iteration_stats is not None and (
+                iteration_stats.num_generation_tokens or iteration_stats.num_prompt_tokens
+            )
             if tokens or usage != progress.cache_usage:
                 progress.moved()
             progress.cache_usage = usage
@@ -192,9 +223,16 @@ def token_counter(progress: TokenProgress) -> Any:
     return Counter
 
 
-def start_async_llm(settings: EngineHost, arguments: dict[str, Any], what: str, progress: TokenProgress | None = None) -> Any:
-    """vLLM's AsyncLLM, in the environment that `settings` ask for; its tokens told to `progress`. RolloutError says that `what` did not start, and where its
-    log is. From now on whatever this process leaves behind is cleaned up after it."""
+def start_async_llm(
+    settings: EngineHost,
+    arguments: dict[str, Any],
+    what: str,
+    progress: TokenProgress | None = None,
+) -> Any:
+    """vLLM's AsyncLLM, in the environment that `settings` ask for; its tokens told to `progress`.
+    RolloutError says that `what` did not start, and where its log is. From now on whatever this
+    process leaves behind is cleaned up after it.
+    """
     clean_up_after(children=True)
     set_engine_environment(settings)
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -204,7 +242,9 @@ def start_async_llm(settings: EngineHost, arguments: dict[str, Any], what: str, 
     try:
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=loggers)
     except Exception as error:
-        raise RolloutError(f"{what} did not start ({type(error).__name__}: {error}); log: {settings.log_path}") from error
+        raise RolloutError(
+            f"{what} did not start ({type(error).__name__}: {error}); log: {settings.log_path}"
+        ) from error
 
 
 async def last_output(outputs: Any) -> Any:
@@ -234,14 +274,18 @@ class RolloutEngine:
         self._key = os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(32)
         self._url = ""
 
-    # -- life ------------------------------------------------------------------------------------------------------------------------
+    # -- life --------------------------------------------------------------------------------------
 
     async def start(self) -> dict[str, Any]:
-        """Start engine and HTTP, attach the recorder and probe everything; the probe's facts. RolloutError names what is missing."""
+        """Start engine and HTTP, attach the recorder and probe everything; the probe's facts.
+        RolloutError names what is missing.
+        """
         started = time.monotonic()
         listener = self._listen()
         try:
-            self._engine = start_async_llm(self._settings, engine_arguments(self._settings), "the engine", self._progress)
+            self._engine = start_async_llm(
+                self._settings, engine_arguments(self._settings), "the engine", self._progress
+            )
         except BaseException:
             listener.close()
             raise
@@ -261,20 +305,25 @@ class RolloutEngine:
         except OSError as error:
             listener.close()
             raise RolloutError(
-                f"port {self._settings.http_port} on 127.0.0.1 is taken ({error.strerror}): choose another, or 0 for a free one"
+                f"port {self._settings.http_port} on 127.0.0.1 is taken ({error.strerror}): choose "
+                "another, or 0 for a free one"
             ) from error
         self._url = "http://{}:{}".format(*listener.getsockname())
         return listener
 
     async def _serve_http(self, listener: socket.socket) -> None:
-        """vLLM's own OpenAI-compatible app over this engine, on loopback, behind a generated key (KeyRequired)."""
+        """vLLM's own OpenAI-compatible app over this engine, on loopback, behind a generated key
+        (KeyRequired).
+        """
         import uvicorn
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.app import build_app
         from vllm.entrypoints.launchers.cli_args import make_arg_parser
         from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-        args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", self._settings.target_path])
+        args = make_arg_parser(FlexibleArgumentParser()).parse_args(
+            ["--model", self._settings.target_path]
+        )
         args.disable_log_stats = False
         args.disable_fastapi_docs = True
         tasks = await self._engine.get_supported_tasks()
@@ -293,7 +342,9 @@ class RolloutEngine:
         self._http_task = asyncio.create_task(self._http.serve(sockets=[listener]))
 
     async def _probe(self) -> dict[str, Any]:
-        facts: dict[str, Any] = (await self._rpc("opd_install", list(self._settings.engine_names)))[0]
+        facts: dict[str, Any] = (await self._rpc("opd_install", list(self._settings.engine_names)))[
+            0
+        ]
         if facts["failure"]:
             raise RolloutError(f"start-up probe: {facts['failure']}")
         want = {
@@ -303,16 +354,28 @@ class RolloutEngine:
             "token_map": self._settings.token_map,
             "aux_layer_ids": [vllm_aux_layer_id(i) for i in self._settings.target_layer_ids],
             "tensor_parallel_size": 1,  # draft push and read-back know unsharded tensors only
-            "own_mask_embedding": False,  # a mask_embedding.pt beside the draft, which training would not replay
+            # a mask_embedding.pt beside the draft, which training would not replay
+            "own_mask_embedding": False,
         }
-        wrong = [f"{name} is {facts[name]!r} in the engine, configured {value!r}" for name, value in want.items() if facts[name] != value]
+        wrong = [
+            f"{name} is {facts[name]!r} in the engine, configured {value!r}"
+            for name, value in want.items()
+            if facts[name] != value
+        ]
         if wrong:
             raise RolloutError(f"start-up probe: {'; '.join(wrong)}")
         tokens = self._settings.num_speculative_tokens + 3
-        result = await self.generate(f"probe-{uuid.uuid4().hex}", (1, 2, 3), {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True})
+        result = await self.generate(
+            f"probe-{uuid.uuid4().hex}",
+            (1, 2, 3),
+            {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True},
+        )
         if not result.extra_fields["dflash_num_verify_steps"]:
             stats = await self.recorder_stats()
-            raise RolloutError(f"start-up probe: {len(result.token_ids)} tokens were generated and no verify step was recorded ({stats})")
+            raise RolloutError(
+                f"start-up probe: {len(result.token_ids)} tokens were generated and no verify step "
+                f"was recorded ({stats})"
+            )
         return facts
 
     async def stop(self) -> None:
@@ -323,34 +386,61 @@ class RolloutEngine:
         if self._engine is not None:
             self._engine.shutdown(timeout=STOP_SECONDS)
 
-    # -- generation ------------------------------------------------------------------------------------------------------------------
+    # -- generation --------------------------------------------------------------------------------
 
-    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: dict[str, Any]) -> GenerateResult:
-        """One response. `sampling` holds fields of vLLM's SamplingParams. RolloutError while asleep, or when the trace does not explain it."""
+    async def generate(
+        self, request_id: str, prompt_ids: Sequence[int], sampling: dict[str, Any]
+    ) -> GenerateResult:
+        """One response. `sampling` holds fields of vLLM's SamplingParams. RolloutError while
+        asleep, or when the trace does not explain it.
+        """
         token_ids, finish = await self._tokens(request_id, prompt_ids, sampling)
         events = await self._pop(request_id)
         if events is None and token_ids:
-            raise RolloutError(f"request {request_id}: the recorder never saw it ({await self.recorder_stats()})")
-        return GenerateResult(token_ids, finish, to_extra_fields(self._traces.explain(request_id, events or [], token_ids)))
+            raise RolloutError(
+                f"request {request_id}: the recorder never saw it ({await self.recorder_stats()})"
+            )
+        return GenerateResult(
+            token_ids,
+            finish,
+            to_extra_fields(self._traces.explain(request_id, events or [], token_ids)),
+        )
 
-    async def generate_tokens(self, prompts: Sequence[Sequence[int]], sampling: dict[str, Any]) -> int:
-        """Generate without collecting traces, all prompts at once; the number of tokens (for throughput measurements)."""
+    async def generate_tokens(
+        self, prompts: Sequence[Sequence[int]], sampling: dict[str, Any]
+    ) -> int:
+        """Generate without collecting traces, all prompts at once; the number of tokens (for
+        throughput measurements).
+        """
         names = [f"bench-{uuid.uuid4().hex}" for _ in prompts]
-        done = await asyncio.gather(*(self._tokens(name, prompt, sampling) for name, prompt in zip(names, prompts, strict=True)))
+        done = await asyncio.gather(
+            *(
+                self._tokens(name, prompt, sampling)
+                for name, prompt in zip(names, prompts, strict=True)
+            )
+        )
         await self._rpc("opd_pop_traces", names)
         return sum(len(tokens) for tokens, _ in done)
 
-    async def _tokens(self, request_id: str, prompt_ids: Sequence[int], sampling: dict[str, Any]) -> tuple[tuple[int, ...], str]:
+    async def _tokens(
+        self, request_id: str, prompt_ids: Sequence[int], sampling: dict[str, Any]
+    ) -> tuple[tuple[int, ...], str]:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         if self._asleep:
-            raise RolloutError(f"request {request_id}: the engine is asleep; wake its weights and KV cache first")
-        parameters = SamplingParams(**sampling, output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False)
+            raise RolloutError(
+                f"request {request_id}: the engine is asleep; wake its weights and KV cache first"
+            )
+        parameters = SamplingParams(
+            **sampling, output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False
+        )
         prompt: Any = {"prompt_token_ids": list(prompt_ids)}
         self._in_flight += 1
         try:
-            final = await self._watched(last_output(self._engine.generate(prompt, parameters, request_id)), request_id)
+            final = await self._watched(
+                last_output(self._engine.generate(prompt, parameters, request_id)), request_id
+            )
         finally:
             self._in_flight -= 1
         if final is None:
@@ -359,10 +449,14 @@ class RolloutEngine:
         return tuple(completion.token_ids), completion.finish_reason or "abort"
 
     async def _watched(self, work: Any, request_id: str) -> Any:
-        """The result of `work`; RolloutError once the engine has produced no token for anybody during stall_timeout seconds."""
+        """The result of `work`; RolloutError once the engine has produced no token for anybody
+        during stall_timeout seconds.
+        """
         if self._in_flight == 1:  # nobody waited before, so nothing moved
             self._progress.moved()
-        return await self._answered(work, f"request {request_id}", "no token for anybody", lambda: self._progress.idle)
+        return await self._answered(
+            work, f"request {request_id}", "no token for anybody", lambda: self._progress.idle
+        )
 
     async def ailment(self) -> str:
         """Why this engine cannot go on: it died or hangs; empty while it can."""
@@ -370,7 +464,11 @@ class RolloutEngine:
             return "it did not start"
         if self._stalled:
             return self._stalled
-        return f"{type(self._engine.dead_error).__name__}: its engine core died" if self._engine.errored else ""
+        return (
+            f"{type(self._engine.dead_error).__name__}: its engine core died"
+            if self._engine.errored
+            else ""
+        )
 
     async def _pop(self, request_id: str) -> list[Any] | None:
         """This request's events; requests that finish together share one `collective_rpc`."""
@@ -391,14 +489,16 @@ class RolloutEngine:
             for request_id, future in batch.items():
                 future.set_result(parts[0][request_id])
 
-    # -- phases and weights ----------------------------------------------------------------------------------------------------------
+    # -- phases and weights ------------------------------------------------------------------------
 
     async def sleep(self, level: int) -> None:
-        """Stop scheduling, end what still runs (HTTP too) and release memory (level 1: host copy kept; 0: nothing, all a CPU can). Idempotent.
-        RolloutError for level 2."""
+        """Stop scheduling, end what still runs (HTTP too) and release memory (level 1: host copy
+        kept; 0: nothing, all a CPU can). Idempotent. RolloutError for level 2.
+        """
         if level > 1:
             raise RolloutError(
-                f"sleep level {level} drops the frozen target, and nobody streams it again: use level 1, which keeps a copy on the host"
+                f"sleep level {level} drops the frozen target, and nobody streams it again: use "
+                "level 1, which keeps a copy on the host"
             )
         if self._asleep:
             return
@@ -406,7 +506,9 @@ class RolloutEngine:
         await self._call("sleep", level)
 
     async def wake(self, tags: list[str]) -> None:
-        """Map `weights`, then `kv_cache`, again; requests are taken once the KV cache is back. Idempotent."""
+        """Map `weights`, then `kv_cache`, again; requests are taken once the KV cache is back.
+        Idempotent.
+        """
         if not self._asleep:
             return
         if self._settings.device != "cpu":
@@ -417,8 +519,12 @@ class RolloutEngine:
             self._asleep = False
 
     async def load_draft(self, snapshot: DraftSnapshot) -> dict[str, Any]:
-        """Load `snapshot` into the live drafter; per worker: error (empty when loaded), and version, checksum, tensors as read back."""
-        reports = await self._rpc("opd_load_draft", snapshot.path, snapshot.version, snapshot.checksum)
+        """Load `snapshot` into the live drafter; per worker: error (empty when loaded), and
+        version, checksum, tensors as read back.
+        """
+        reports = await self._rpc(
+            "opd_load_draft", snapshot.path, snapshot.version, snapshot.checksum
+        )
         return {"workers": reports}
 
     async def read_back(self) -> dict[str, Any]:
@@ -429,14 +535,20 @@ class RolloutEngine:
         return str((await self._rpc("opd_target_checksum", patient=True))[0])  # reads every weight
 
     async def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes: their draft keys and values come from older weights. HTTP requests in flight are prefilled again."""
+        """Forget all cached prefixes: their draft keys and values come from older weights. HTTP
+        requests in flight are prefilled again.
+        """
         if not await self._call("reset_prefix_cache", reset_running_requests=True):
             raise RolloutError("the engine did not reset its prefix cache")
 
     async def set_drafting(self, enabled: bool) -> bool:
-        """Turn proposals on or off; False when this engine cannot. RolloutError while requests of ours are in flight."""
+        """Turn proposals on or off; False when this engine cannot. RolloutError while requests of
+        ours are in flight.
+        """
         if self._in_flight:
-            raise RolloutError(f"drafting cannot be switched with {self._in_flight} requests in flight")
+            raise RolloutError(
+                f"drafting cannot be switched with {self._in_flight} requests in flight"
+            )
         done = all(await self._rpc("opd_set_drafting", enabled))
         await self.reset_prefix_cache()
         return done
@@ -453,18 +565,30 @@ class RolloutEngine:
         return self._url, self._key
 
     async def _rpc(self, method: str, *args: Any, patient: bool = False) -> list[Any]:
-        results: list[Any] = await self._call("collective_rpc", method, args=args, patient=patient, what=method)
+        results: list[Any] = await self._call(
+            "collective_rpc", method, args=args, patient=patient, what=method
+        )
         return results
 
-    async def _call(self, method: str, *args: Any, patient: bool = False, what: str = "", **kwargs: Any) -> Any:
-        """A method of vLLM's engine, watched; `patient`: it may take any time. `what`: its name in messages."""
+    async def _call(
+        self, method: str, *args: Any, patient: bool = False, what: str = "", **kwargs: Any
+    ) -> Any:
+        """A method of vLLM's engine, watched; `patient`: it may take any time. `what`: its name in
+        messages.
+        """
         started, name = time.monotonic(), what or method
         idle = None if patient else lambda: time.monotonic() - started
-        return await self._answered(getattr(self._engine, method)(*args, **kwargs), name, f"no answer to {name}", idle)
+        return await self._answered(
+            getattr(self._engine, method)(*args, **kwargs), name, f"no answer to {name}", idle
+        )
 
-    async def _answered(self, work: Any, what: str, silence: str, idle: Callable[[], float] | None) -> Any:
-        """The result of a call into the engine core, which never comes once the core is dead: RolloutError then, and when it has been `idle()`
-        for stall_timeout seconds (None: however long), which `silence` names."""
+    async def _answered(
+        self, work: Any, what: str, silence: str, idle: Callable[[], float] | None
+    ) -> Any:
+        """The result of a call into the engine core, which never comes once the core is dead:
+        RolloutError then, and when it has been `idle()` for stall_timeout seconds (None: however
+        long), which `silence` names.
+        """
         task, limit = asyncio.ensure_future(work), self._settings.stall_timeout
         while True:
             done, _ = await asyncio.wait({task}, timeout=min(_LOOK_SECONDS, limit))

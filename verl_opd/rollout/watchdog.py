@@ -6,7 +6,9 @@ import time
 
 
 class TokenProgress:
-    """When the engine last computed a token for anybody: of a response, or of a prompt, whose chunks show in how full the KV cache is."""
+    """When the engine last computed a token for anybody: of a response, or of a prompt, whose
+    chunks show in how full the KV cache is.
+    """
 
     def __init__(self) -> None:
         self._last = time.monotonic()

@@ -10,8 +10,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TargetFeatures:
-    """aux [b, S, n*h]: outputs of the requested layers, concatenated in id order given. last_hidden [b, S, h]: after the final norm, so that
-    last_hidden @ lm_head.T are the target's own logits; row r scores token r + 1."""
+    """aux [b, S, n*h]: outputs of the requested layers, concatenated in id order given. last_hidden
+    [b, S, h]: after the final norm, so that last_hidden @ lm_head.T are the target's own logits;
+    row r scores token r + 1.
+    """
 
     aux: Tensor
     last_hidden: Tensor
@@ -23,7 +25,9 @@ class TargetBackend(Protocol):
     lm_head_weight: Tensor
 
     def features(self, input_ids: Tensor, lengths: Tensor) -> TargetFeatures:
-        """Features of right-padded sequences input_ids [b, S] int64 with true lengths [b]; rows beyond a length are undefined."""
+        """Features of right-padded sequences input_ids [b, S] int64 with true lengths [b]; rows
+        beyond a length are undefined.
+        """
         ...
 
     def embed(self, ids: Tensor) -> Tensor:

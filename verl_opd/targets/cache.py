@@ -1,4 +1,6 @@
-"""Keeps the features of sequences that training meets again, so that a frozen target runs once per sequence."""
+"""Keeps the features of sequences that training meets again, so that a frozen target runs once per
+sequence.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from verl_opd.targets.base import TargetBackend, TargetFeatures
 
 
 class CachedTarget:
-    """A TargetBackend in front of another one. Sequences are found by their token ids; the least recently used go first beyond `max_bytes`.
+    """A TargetBackend in front of another one. Sequences are found by their token ids; the least
+    recently used go first beyond `max_bytes`.
 
     A frozen target gives the same features every time, so nothing ever has to be invalidated.
     """
@@ -27,7 +30,10 @@ class CachedTarget:
 
     def features(self, input_ids: Tensor, lengths: Tensor) -> TargetFeatures:
         counts = lengths.tolist()
-        keys = [row[:count].cpu().numpy().tobytes() for row, count in zip(input_ids, counts, strict=True)]
+        keys = [
+            row[:count].cpu().numpy().tobytes()
+            for row, count in zip(input_ids, counts, strict=True)
+        ]
         missing = [i for i, key in enumerate(keys) if key not in self._rows]
         self.misses += len(missing)
         self.hits += len(keys) - len(missing)
@@ -36,11 +42,16 @@ class CachedTarget:
             index = torch.tensor(missing, device=input_ids.device)
             computed = self._inner.features(input_ids[index], lengths[index])
             for row, i in enumerate(missing):
-                fresh[keys[i]] = (computed.aux[row, : counts[i]].clone(), computed.last_hidden[row, : counts[i]].clone())
+                fresh[keys[i]] = (
+                    computed.aux[row, : counts[i]].clone(),
+                    computed.last_hidden[row, : counts[i]].clone(),
+                )
         rows = [fresh.get(key) or self._rows[key] for key in keys]
         self._keep(fresh, keys)
         length = input_ids.shape[1]
-        return TargetFeatures(_pad([aux for aux, _ in rows], length), _pad([last for _, last in rows], length))
+        return TargetFeatures(
+            _pad([aux for aux, _ in rows], length), _pad([last for _, last in rows], length)
+        )
 
     def _keep(self, fresh: dict[bytes, tuple[Tensor, Tensor]], used: list[bytes]) -> None:
         for key, row in fresh.items():

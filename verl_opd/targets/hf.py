@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from verl_opd.errors import ConfigError
 from verl_opd.targets.base import TargetFeatures
 
-# Model types whose vLLM implementation hands out aux hidden states and whose rotary layout a DFlash draft of ours shares.
+# Model types whose vLLM implementation hands out aux hidden states and whose rotary layout a DFlash
+# draft of ours shares.
 SUPPORTED = ("llama", "qwen2", "qwen3")
 
 
@@ -20,13 +21,16 @@ def check_target_supported(config: PretrainedConfig) -> None:
     """ConfigError for a target that the engine cannot draft for."""
     if config.model_type not in SUPPORTED:
         raise ConfigError(
-            f"target.path holds a {config.model_type!r} model ({', '.join(config.architectures or ['?'])}); "
+            f"target.path holds a {config.model_type!r} model "
+            f"({', '.join(config.architectures or ['?'])}); "
             f"drafting is supported for {', '.join(SUPPORTED)}"
         )
 
 
 class HFTarget:
-    """Features of a frozen transformers model: eval mode, no gradient, decoder only (full-sequence logits are never built)."""
+    """Features of a frozen transformers model: eval mode, no gradient, decoder only (full-sequence
+    logits are never built).
+    """
 
     def __init__(
         self,
@@ -39,11 +43,17 @@ class HFTarget:
         trust_remote_code: bool = False,
     ) -> None:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, dtype), attn_implementation=attention, trust_remote_code=trust_remote_code, output_loading_info=True
+            path,
+            dtype=getattr(torch, dtype),
+            attn_implementation=attention,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
         )
         model, report = loaded
         if report["missing_keys"]:  # transformers would leave these at random values
-            raise ConfigError(f"target.path={path} lacks weights: {', '.join(sorted(report['missing_keys'])[:5])}")
+            raise ConfigError(
+                f"target.path={path} lacks weights: {', '.join(sorted(report['missing_keys'])[:5])}"
+            )
         model.requires_grad_(False).eval().to(device)
         self._decoder = model.get_decoder()
         self._embedding = model.get_input_embeddings()
@@ -54,7 +64,8 @@ class HFTarget:
         self.lm_head_weight: Tensor = model.get_output_embeddings().weight
 
     def _capture(self, layer_id: int) -> Any:
-        # A hook, not output_hidden_states: that list ends with the normed state, so the last layer's own output would be missing.
+        # A hook, not output_hidden_states: that list ends with the normed state, so the last
+        # layer's own output would be missing.
         def hook(_module: torch.nn.Module, _args: Any, output: Any) -> None:
             self._captured[layer_id] = output[0] if isinstance(output, tuple) else output
 
@@ -63,7 +74,9 @@ class HFTarget:
     @torch.no_grad()
     def features(self, input_ids: Tensor, lengths: Tensor) -> TargetFeatures:
         mask = torch.arange(input_ids.shape[1], device=input_ids.device) < lengths.unsqueeze(-1)
-        last = self._decoder(input_ids=input_ids, attention_mask=mask.long(), use_cache=False).last_hidden_state
+        last = self._decoder(
+            input_ids=input_ids, attention_mask=mask.long(), use_cache=False
+        ).last_hidden_state
         aux = torch.cat([self._captured.pop(layer_id) for layer_id in self._layer_ids], dim=-1)
         return TargetFeatures(aux, last)
 

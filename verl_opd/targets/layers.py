@@ -1,8 +1,9 @@
 """The one place for target layer ids.
 
-Everywhere in this package a layer id is 0-based and means the *output* of that decoder layer (residual stream, before the final norm).
-Transformers returns it as hidden_states[id + 1] (index 0 is the embedding output); vLLM's aux hidden state `id + 1` is the input of layer
-id + 1, the same tensor.
+Everywhere in this package a layer id is 0-based and means the *output* of that decoder layer
+(residual stream, before the final norm). Transformers returns it as hidden_states[id + 1] (index 0
+is the embedding output); vLLM's aux hidden state `id + 1` is the input of layer id + 1, the same
+tensor.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ def vllm_aux_layer_id(layer_id: int) -> int:
 
 
 def default_layer_ids(num_layers: int, count: int) -> list[int]:
-    """`count` layers spread from 1 to num_layers - 3, as DFlash and Draft-OPD choose them; a single one is the middle.
+    """`count` layers spread from 1 to num_layers - 3, as DFlash and Draft-OPD choose them; a single
+    one is the middle.
 
     >>> default_layer_ids(36, 5)
     [1, 9, 17, 25, 33]
@@ -26,5 +28,8 @@ def default_layer_ids(num_layers: int, count: int) -> list[int]:
         return [num_layers // 2]
     ids = [round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count)] if count > 1 else []
     if not ids or ids[0] >= num_layers or any(a >= b for a, b in itertools.pairwise(ids)):
-        raise ConfigError(f"draft.num_target_features={count} does not fit a target of {num_layers} layers: set draft.target_layer_ids")
+        raise ConfigError(
+            f"draft.num_target_features={count} does not fit a target of {num_layers} layers: set "
+            "draft.target_layer_ids"
+        )
     return ids

@@ -20,15 +20,19 @@ _ASIDE = re.compile(r"\.tmp-(step_\d+)(-replaced)?")
 
 
 def checkpoint_bytes(draft_parameters: int) -> int:
-    """Bytes a checkpoint takes: float32 master weights and two AdamW moments, the bf16 draft, and 1 MiB for the rest."""
+    """Bytes a checkpoint takes: float32 master weights and two AdamW moments, the bf16 draft, and 1
+    MiB for the rest.
+    """
     return draft_parameters * (3 * 4 + 2) + 2**20
 
 
 class CheckpointStore:
-    """`checkpoints/` of one run: step_<n>/ directories (dcp/, draft/, state.json), the links `latest` and `best`, best.json.
+    """`checkpoints/` of one run: step_<n>/ directories (dcp/, draft/, state.json), the links
+    `latest` and `best`, best.json.
 
-    begin -> the caller fills the returned directory -> commit. A crash in between leaves a `.tmp-step_*` directory that is never read and is
-    removed by the next begin. Only the newest `keep_last` checkpoints stay, plus those that `latest` and `best` name.
+    begin -> the caller fills the returned directory -> commit. A crash in between leaves a
+    `.tmp-step_*` directory that is never read and is removed by the next begin. Only the newest
+    `keep_last` checkpoints stay, plus those that `latest` and `best` name.
     """
 
     def __init__(self, run_dir: Path, keep_last: int) -> None:
@@ -37,13 +41,16 @@ class CheckpointStore:
         self.committed = 0  # checkpoints written through this object
 
     def begin(self, step: int, needed_bytes: int = 0) -> Path:
-        """A fresh directory to write checkpoint `step` into; ConfigError, before anything is written, when the disk cannot take it."""
+        """A fresh directory to write checkpoint `step` into; ConfigError, before anything is
+        written, when the disk cannot take it.
+        """
         self.root.mkdir(parents=True, exist_ok=True)
         self.recover()
         free = shutil.disk_usage(self.root).free
         if free < needed_bytes:
             raise ConfigError(
-                f"checkpoint {step} needs about {needed_bytes / 1e6:.1f} MB and {self.root} has {free / 1e6:.1f} MB left: free some space, or lower "
+                f"checkpoint {step} needs about {needed_bytes / 1e6:.1f} MB and {self.root} has "
+                f"{free / 1e6:.1f} MB left: free some space, or lower "
                 "trainer.keep_last; checkpoints already written are untouched"
             )
         temporary = self._aside(step)
@@ -51,7 +58,9 @@ class CheckpointStore:
         return temporary
 
     def commit(self, step: int, state: dict[str, Any]) -> Path:
-        """Add state.json, make the directory durable, give it its name and point `latest` at it. An older checkpoint of `step` is replaced."""
+        """Add state.json, make the directory durable, give it its name and point `latest` at it. An
+        older checkpoint of `step` is replaced.
+        """
         temporary, final = self._aside(step), self.root / f"step_{step}"
         (temporary / STATE).write_text(json.dumps(state))
         (temporary / MANIFEST).write_text(json.dumps(_contents(temporary), indent=0))
@@ -69,7 +78,9 @@ class CheckpointStore:
         return final
 
     def recover(self) -> None:
-        """Tidy up after a crash: bring back what was being replaced, drop what was never finished. Only for the process that writes here."""
+        """Tidy up after a crash: bring back what was being replaced, drop what was never finished.
+        Only for the process that writes here.
+        """
         for path in sorted(self.root.iterdir()) if self.root.exists() else ():
             match = _ASIDE.fullmatch(path.name)
             if match is None or not path.is_dir():
@@ -80,7 +91,9 @@ class CheckpointStore:
                 shutil.rmtree(path)
 
     def mark_best(self, step: int, tau: float) -> bool:
-        """Make checkpoint `step` the best one when its held-out accept length `tau` is the highest so far; True when it is."""
+        """Make checkpoint `step` the best one when its held-out accept length `tau` is the highest
+        so far; True when it is.
+        """
         held = self._best()
         if held is not None and self.best() is not None and held["tau"] >= tau:
             return False
@@ -94,12 +107,14 @@ class CheckpointStore:
         return True
 
     def latest(self) -> Path | None:
-        """The checkpoint that `latest` points at; should it be gone, the newest complete one. ConfigError for a run that was copied without its
-        links: they would not move on."""
+        """The checkpoint that `latest` points at; should it be gone, the newest complete one.
+        ConfigError for a run that was copied without its links: they would not move on.
+        """
         for link in (self.root / "best", self.root / "latest"):
             if link.is_dir() and not link.is_symlink():
                 raise ConfigError(
-                    f"{link} is a directory where a link to a step_<n> beside it belongs (a copy that follows links makes one): "
+                    f"{link} is a directory where a link to a step_<n> beside it belongs (a copy "
+                    "that follows links makes one): "
                     f"remove it; the newest step_<n> is used then, or point it there with ln -s"
                 )
         link = self.root / "latest"
@@ -150,24 +165,38 @@ class CheckpointStore:
 
     def _steps(self) -> list[tuple[int, Path]]:
         """(step, directory), oldest step first."""
-        paths = [path for path in self.root.iterdir() if not path.is_symlink()] if self.root.exists() else []
-        return sorted((int(match[1]), path) for path in paths if (match := _NAME.fullmatch(path.name)))
+        paths = (
+            [path for path in self.root.iterdir() if not path.is_symlink()]
+            if self.root.exists()
+            else []
+        )
+        return sorted(
+            (int(match[1]), path) for path in paths if (match := _NAME.fullmatch(path.name))
+        )
 
     def _prune(self) -> None:
         steps = self._steps()
-        kept = {self.latest(), self.best(), *(path.resolve() for _, path in steps[-max(1, self.keep_last) :])}
+        kept = {
+            self.latest(),
+            self.best(),
+            *(path.resolve() for _, path in steps[-max(1, self.keep_last) :]),
+        }
         for step, path in steps:
             if path.resolve() not in kept:
-                os.rename(path, self._aside(step))  # out of sight first: half a checkpoint must not carry its name
+                os.rename(
+                    path, self._aside(step)
+                )  # out of sight first: half a checkpoint must not carry its name
                 shutil.rmtree(self._aside(step))
 
 
-def resolve_resume(mode: str, path: str | None, store: CheckpointStore, say: Callable[[str], None] = print) -> Path | None:
-    """The checkpoint to continue from: auto = the newest of this run that is whole, if any; disable = none; path = the one named by
-    resume_from_path.
+def resolve_resume(
+    mode: str, path: str | None, store: CheckpointStore, say: Callable[[str], None] = print
+) -> Path | None:
+    """The checkpoint to continue from: auto = the newest of this run that is whole, if any; disable
+    = none; path = the one named by resume_from_path.
 
-    `say` is told of damaged checkpoints that auto passes over. ConfigError when all of them are, or the one that was named is. For the process
-    that owns the run directory.
+    `say` is told of damaged checkpoints that auto passes over. ConfigError when all of them are, or
+    the one that was named is. For the process that owns the run directory.
     """
     if mode == "disable":
         return None
@@ -175,10 +204,15 @@ def resolve_resume(mode: str, path: str | None, store: CheckpointStore, say: Cal
         store.recover()
         return _newest_whole(store, say)
     if path is None:
-        raise ConfigError("trainer.resume_mode=path needs trainer.resume_from_path, the checkpoint directory to continue from")
+        raise ConfigError(
+            "trainer.resume_mode=path needs trainer.resume_from_path, the checkpoint directory to "
+            "continue from"
+        )
     checkpoint = find_checkpoint(Path(path).expanduser(), prefer="latest")
     if wrong := damage(checkpoint):
-        raise ConfigError(f"{checkpoint} cannot be continued from ({wrong}): use another checkpoint")
+        raise ConfigError(
+            f"{checkpoint} cannot be continued from ({wrong}): use another checkpoint"
+        )
     return checkpoint
 
 
@@ -190,12 +224,17 @@ def _newest_whole(store: CheckpointStore, say: Callable[[str], None]) -> Path | 
             return checkpoint
         say(f"checkpoint {checkpoint} is damaged ({wrong}): trying the one before it")
     if found:
-        raise ConfigError(f"none of the {len(found)} checkpoints in {store.root} can be continued from; move them away to start anew")
+        raise ConfigError(
+            f"none of the {len(found)} checkpoints in {store.root} can be continued from; move "
+            "them away to start anew"
+        )
     return None
 
 
 def damage(checkpoint: Path) -> str:
-    """What keeps training from continuing from `checkpoint`; empty when it is whole. Every byte of it is read."""
+    """What keeps training from continuing from `checkpoint`; empty when it is whole. Every byte of
+    it is read.
+    """
     try:
         CheckpointStore.read_state(checkpoint)
     except ConfigError as error:
@@ -238,13 +277,21 @@ def find_checkpoint(path: Path, prefer: str = "best") -> Path:
         found = (latest or best) if prefer == "latest" else (best or latest)
         if found is not None:
             return found
-    raise ConfigError(f"{path} is neither a checkpoint nor a run directory with one (no {STATE} found)")
+    raise ConfigError(
+        f"{path} is neither a checkpoint nor a run directory with one (no {STATE} found)"
+    )
 
 
 def check_identity(checkpoint: Path, ours: dict[str, Any]) -> None:
-    """ConfigError with every difference when `checkpoint` was made for another target, draft or template."""
+    """ConfigError with every difference when `checkpoint` was made for another target, draft or
+    template.
+    """
     theirs = CheckpointStore.read_state(checkpoint).get("identity", {})
-    rows = [f"{key}: checkpoint {theirs.get(key)!r}, now {value!r}" for key, value in ours.items() if theirs.get(key) != value]
+    rows = [
+        f"{key}: checkpoint {theirs.get(key)!r}, now {value!r}"
+        for key, value in ours.items()
+        if theirs.get(key) != value
+    ]
     if rows:
         raise ConfigError(f"checkpoint {checkpoint} belongs to another run ({'; '.join(rows)})")
 

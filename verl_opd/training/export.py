@@ -20,27 +20,45 @@ from verl_opd.errors import ConfigError
 from verl_opd.training.checkpoint import CheckpointStore, find_checkpoint
 
 
-def export_checkpoint(checkpoint: Path, out: Path, force: bool = False, reader: str = "vllm") -> Path:
-    """Write the draft of `checkpoint` (or of a run directory: its best, else its latest) to `out`, as `reader` (drafts/readers.py) reads it, whole or
-    not at all.
+def export_checkpoint(
+    checkpoint: Path, out: Path, force: bool = False, reader: str = "vllm"
+) -> Path:
+    """Write the draft of `checkpoint` (or of a run directory: its best, else its latest) to `out`,
+    as `reader` (drafts/readers.py) reads it, whole or not at all.
 
-    What will be handed over is read back first: every tensor of the draft's own network, by name, shape and dtype, finite and unchanged. ConfigError
-    when it is not that, when the reader does not read this family, or when `out` exists and `force` is not set. The checkpoint is never changed.
+    What will be handed over is read back first: every tensor of the draft's own network, by name,
+    shape and dtype, finite and unchanged. ConfigError when it is not that, when the reader does not
+    read this family, or when `out` exists and `force` is not set. The checkpoint is never changed.
     """
     source = find_checkpoint(Path(checkpoint))
     if out.exists() and not force:
-        raise ConfigError(f"--out {out} exists: choose another directory, or add --force to replace its {files.WEIGHTS} and {files.CONFIG}")
-    if out.exists() and not (out.is_dir() and (not any(out.iterdir()) or (out / files.CONFIG).is_file())):
+        raise ConfigError(
+            f"--out {out} exists: choose another directory, or add --force to replace its "
+            f"{files.WEIGHTS} and {files.CONFIG}"
+        )
+    if out.exists() and not (
+        out.is_dir() and (not any(out.iterdir()) or (out / files.CONFIG).is_file())
+    ):
         raise ConfigError(f"--out {out} is not a draft directory and is left alone, --force or not")
     draft = source / "draft"
     missing = [name for name in (files.CONFIG, files.WEIGHTS) if not (draft / name).is_file()]
     if missing:
-        raise ConfigError(f"{source} holds no {' and no '.join(f'draft/{name}' for name in missing)}: use another checkpoint")
+        raise ConfigError(
+            f"{source} holds no {' and no '.join(f'draft/{name}' for name in missing)}: use "
+            "another checkpoint"
+        )
     verify_draft(draft, _family_of(source), str(source))
     identity = CheckpointStore.read_state(source)["identity"]
-    use = Use(identity["target"], identity["num_speculative_tokens"], _architectures(identity["target"]))
-    config, rename = get_family(identity["family"]).for_reader(files.read_config(str(draft)), reader, use)
-    config, tensors = without_nulls(config), {rename(name): tensor for name, tensor in files.read_weights(str(draft)).items()}
+    use = Use(
+        identity["target"], identity["num_speculative_tokens"], _architectures(identity["target"])
+    )
+    config, rename = get_family(identity["family"]).for_reader(
+        files.read_config(str(draft)), reader, use
+    )
+    config, tensors = (
+        without_nulls(config),
+        {rename(name): tensor for name, tensor in files.read_weights(str(draft)).items()},
+    )
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
@@ -55,7 +73,9 @@ def export_checkpoint(checkpoint: Path, out: Path, force: bool = False, reader: 
 
 
 def _architectures(target: str) -> tuple[str, ...]:
-    """The target's classes, as its config.json names them; empty where the target is not on this machine."""
+    """The target's classes, as its config.json names them; empty where the target is not on this
+    machine.
+    """
     file = Path(target) / files.CONFIG
     return tuple(json.loads(file.read_text()).get("architectures") or ()) if file.is_file() else ()
 
@@ -63,24 +83,41 @@ def _architectures(target: str) -> tuple[str, ...]:
 def _compare(written: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
     """ConfigError unless the directory `written` holds exactly this."""
     found = files.read_weights(str(written))
-    if found.keys() != tensors.keys() or any(not torch.equal(found[name], tensor) for name, tensor in tensors.items()):
-        raise ConfigError(f"what was written to {written} is not what was exported: is the disk in order?")
+    if found.keys() != tensors.keys() or any(
+        not torch.equal(found[name], tensor) for name, tensor in tensors.items()
+    ):
+        raise ConfigError(
+            f"what was written to {written} is not what was exported: is the disk in order?"
+        )
     if files.read_config(str(written)) != json.loads(json.dumps(dict(config))):
-        raise ConfigError(f"{written / files.CONFIG} is not what was exported: is the disk in order?")
+        raise ConfigError(
+            f"{written / files.CONFIG} is not what was exported: is the disk in order?"
+        )
 
 
 def verify_draft(path: Path, family_name: str, where: str) -> None:
-    """ConfigError, about `where`, unless the directory `path` holds the whole bf16 draft that its config.json describes, all finite."""
+    """ConfigError, about `where`, unless the directory `path` holds the whole bf16 draft that its
+    config.json describes, all finite.
+    """
     family = get_family(family_name)
     with torch.device("meta"):
         network = family.build(family.load_config(str(path)), seed=0, init_std=0.0)
     tensors = files.read_weights(str(path))
     expected = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
-    files.compare({name: tuple(tensor.shape) for name, tensor in tensors.items()}, expected, f"draft of {where}")
-    bad = [name for name, tensor in tensors.items() if files.narrow(tensor).dtype != tensor.dtype or not tensor.isfinite().all()]
+    files.compare(
+        {name: tuple(tensor.shape) for name, tensor in tensors.items()},
+        expected,
+        f"draft of {where}",
+    )
+    bad = [
+        name
+        for name, tensor in tensors.items()
+        if files.narrow(tensor).dtype != tensor.dtype or not tensor.isfinite().all()
+    ]
     if bad:
         raise ConfigError(
-            f"draft of {where}: {len(bad)} tensors are not bf16 or not finite ({', '.join(sorted(bad)[:3])}): use another checkpoint"
+            f"draft of {where}: {len(bad)} tensors are not bf16 or not finite "
+            f"({', '.join(sorted(bad)[:3])}): use another checkpoint"
         )
 
 
@@ -89,22 +126,34 @@ def _family_of(checkpoint: Path) -> str:
     return family
 
 
-def serve_command(target_path: str, draft_path: str, num_speculative_tokens: int, method: str) -> str:
+def serve_command(
+    target_path: str, draft_path: str, num_speculative_tokens: int, method: str
+) -> str:
     """The `vllm serve` line that uses the draft."""
-    speculative = json.dumps({"method": method, "model": draft_path, "num_speculative_tokens": num_speculative_tokens})
+    speculative = json.dumps(
+        {"method": method, "model": draft_path, "num_speculative_tokens": num_speculative_tokens}
+    )
     return f"vllm serve {shlex.quote(target_path)} --speculative-config {shlex.quote(speculative)}"
 
 
 def serve_line(checkpoint: Path, draft: Path, reader: str = "vllm") -> str:
-    """The command that serves a draft exported from `checkpoint` for `reader`: with its target, and all proposals of its block."""
+    """The command that serves a draft exported from `checkpoint` for `reader`: with its target, and
+    all proposals of its block.
+    """
     identity = CheckpointStore.read_state(find_checkpoint(checkpoint))["identity"]
     family, tokens = get_family(identity["family"]), identity["num_speculative_tokens"]
     if reader == "speculators":
         return f"vllm serve {shlex.quote(str(draft))}"
     if reader == "sglang":
-        chain = f"--speculative-num-steps {tokens} --speculative-eagle-topk 1 " if family.chained else ""
+        chain = (
+            f"--speculative-num-steps {tokens} --speculative-eagle-topk 1 "
+            if family.chained
+            else ""
+        )
         return (
-            f"python -m sglang.launch_server --model-path {shlex.quote(identity['target'])} --speculative-algorithm {family.engine_method.upper()} "
-            f"--speculative-draft-model-path {shlex.quote(str(draft))} {chain}--speculative-num-draft-tokens {tokens + 1}"
+            f"python -m sglang.launch_server --model-path {shlex.quote(identity['target'])} "
+            f"--speculative-algorithm {family.engine_method.upper()} "
+            f"--speculative-draft-model-path {shlex.quote(str(draft))} "
+            f"{chain}--speculative-num-draft-tokens {tokens + 1}"
         )
     return serve_command(identity["target"], str(draft), tokens, family.engine_method)

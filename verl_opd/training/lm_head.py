@@ -1,4 +1,6 @@
-"""The frozen LM head on the rows that are needed, a chunk at a time: full logits of a micro-batch never exist."""
+"""The frozen LM head on the rows that are needed, a chunk at a time: full logits of a micro-batch
+never exist.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 
 def _logits(rows: Tensor, weight: Tensor) -> Tensor:
-    """float32 logits [m, V] of hidden rows [m, h]; the product runs in the head's dtype, as in the engine."""
+    """float32 logits [m, V] of hidden rows [m, h]; the product runs in the head's dtype, as in the
+    engine.
+    """
     return (rows.to(weight.dtype) @ weight.T).float()
 
 
@@ -27,7 +31,9 @@ def label_logprobs(rows: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> 
 
 @torch.no_grad()
 def label_gaps(rows: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
-    """How far below each row's most likely token its label lies, in nats [M] float32; 0 = the label is the greedy choice."""
+    """How far below each row's most likely token its label lies, in nats [M] float32; 0 = the label
+    is the greedy choice.
+    """
     parts = []
     for part, label in zip(rows.split(chunk), labels.split(chunk), strict=True):
         logits = _logits(part, weight)
@@ -38,13 +44,18 @@ def label_gaps(rows: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tens
 class _SlotLogprobs(torch.autograd.Function):
     """Log-probs of several (row, label) entries.
 
-    The gradient of log q(label) in the hidden row is W[label] - E_q[W], so the expectation taken in forward is all that backward needs: logits
-    are computed once. Each row's first label is kept out of the stored expectation, where q near 1 would cancel in low precision.
+    The gradient of log q(label) in the hidden row is W[label] - E_q[W], so the expectation taken in
+    forward is all that backward needs: logits are computed once. Each row's first label is kept out
+    of the stored expectation, where q near 1 would cancel in low precision.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, index: Tensor, labels: Tensor, chunk: int) -> Tensor:
-        first = torch.zeros(rows.shape[0], dtype=torch.long, device=rows.device).scatter_(0, index, labels)
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, index: Tensor, labels: Tensor, chunk: int
+    ) -> Tensor:
+        first = torch.zeros(rows.shape[0], dtype=torch.long, device=rows.device).scatter_(
+            0, index, labels
+        )
         values = torch.empty(index.shape[0], dtype=torch.float32, device=rows.device)
         others = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
         first_prob = torch.empty(rows.shape[0], dtype=torch.float32, device=rows.device)
@@ -68,16 +79,24 @@ class _SlotLogprobs(torch.autograd.Function):
         grad = grad.float()
         mass = torch.zeros_like(first_prob).index_add_(0, index, grad)
         on_first = torch.zeros_like(mass).index_add_(0, index, grad * (labels == first[index]))
-        out = weight[first].float() * (on_first - mass * first_prob).unsqueeze(1) - others * mass.unsqueeze(1)
+        out = weight[first].float() * (on_first - mass * first_prob).unsqueeze(
+            1
+        ) - others * mass.unsqueeze(1)
         elsewhere = (labels != first[index]).nonzero().squeeze(1)
-        out.index_add_(0, index[elsewhere], weight[labels[elsewhere]].float() * grad[elsewhere].unsqueeze(1))
+        out.index_add_(
+            0, index[elsewhere], weight[labels[elsewhere]].float() * grad[elsewhere].unsqueeze(1)
+        )
         return out.to(ctx.dtype), None, None, None, None
 
 
-def slot_logprobs(rows: Tensor, weight: Tensor, index: Tensor, labels: Tensor, chunk: int) -> Tensor:
-    """Log-probs [M] float32 of `labels` [M] at rows[index [M]] of `rows` [U, h], with gradient into `rows`; the head is frozen.
+def slot_logprobs(
+    rows: Tensor, weight: Tensor, index: Tensor, labels: Tensor, chunk: int
+) -> Tensor:
+    """Log-probs [M] float32 of `labels` [M] at rows[index [M]] of `rows` [U, h], with gradient into
+    `rows`; the head is frozen.
 
-    Each of the U rows is scored once however many entries share it (a correction label and a refused token do).
+    Each of the U rows is scored once however many entries share it (a correction label and a
+    refused token do).
     """
     values: Tensor = _SlotLogprobs.apply(rows, weight, index, labels, chunk)  # type: ignore[no-untyped-call]
     return values
@@ -87,10 +106,14 @@ RowLoss = Callable[..., Tensor]
 
 
 class _RowLoss(torch.autograd.Function):
-    """A loss per row. Its gradient in the draft's logits is carried to the hidden row already in forward, chunk by chunk."""
+    """A loss per row. Its gradient in the draft's logits is carried to the hidden row already in
+    forward, chunk by chunk.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, loss: RowLoss, chunk: int, *aligned: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, loss: RowLoss, chunk: int, *aligned: Tensor
+    ) -> Tensor:
         parts = []
         slope = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
         for start in range(0, rows.shape[0], chunk):
@@ -112,7 +135,8 @@ class _RowLoss(torch.autograd.Function):
 
 
 def row_loss(rows: Tensor, weight: Tensor, loss: RowLoss, chunk: int, *aligned: Tensor) -> Tensor:
-    """loss(draft logits [m, V], rows of `aligned` [m, ...]) -> [m, c] for hidden rows [M, h]: [M, c] float32, gradient of column 0 into `rows`.
+    """loss(draft logits [m, V], rows of `aligned` [m, ...]) -> [m, c] for hidden rows [M, h]: [M,
+    c] float32, gradient of column 0 into `rows`.
 
     The head `weight` [V, h] is frozen; the columns after the first are measurements.
     """
@@ -123,7 +147,9 @@ def row_loss(rows: Tensor, weight: Tensor, loss: RowLoss, chunk: int, *aligned: 
 
 
 def _in_chunks(part: Callable[..., Tensor], chunk: int, weight: Tensor, *rows: Tensor) -> Tensor:
-    """part(weight, *rows of a chunk) over all chunks, logits recomputed in backward: they never exist for a whole micro-batch."""
+    """part(weight, *rows of a chunk) over all chunks, logits recomputed in backward: they never
+    exist for a whole micro-batch.
+    """
     if not rows[0].shape[0]:
         return part(weight, *rows)
     pieces = zip(*(tensor.split(chunk) for tensor in rows), strict=True)
@@ -131,7 +157,9 @@ def _in_chunks(part: Callable[..., Tensor], chunk: int, weight: Tensor, *rows: T
 
 
 def own_logprobs(rows: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
-    """Log-probs [M] float32 of `labels` [M] at hidden rows [M, h] under a trainable head [Vd, h]; gradient into rows and head."""
+    """Log-probs [M] float32 of `labels` [M] at hidden rows [M, h] under a trainable head [Vd, h];
+    gradient into rows and head.
+    """
 
     def part(weight: Tensor, rows: Tensor, labels: Tensor) -> Tensor:
         return torch.log_softmax(_logits(rows, weight), 1).gather(1, labels.unsqueeze(1)).squeeze(1)
@@ -139,7 +167,9 @@ def own_logprobs(rows: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Te
     return _in_chunks(part, chunk, weight, rows, labels)
 
 
-def own_row_loss(rows: Tensor, weight: Tensor, loss: RowLoss, chunk: int, *aligned: Tensor) -> Tensor:
+def own_row_loss(
+    rows: Tensor, weight: Tensor, loss: RowLoss, chunk: int, *aligned: Tensor
+) -> Tensor:
     """`row_loss` with a trainable head [Vd, h]: gradient into rows and head."""
 
     def part(weight: Tensor, rows: Tensor, *aligned: Tensor) -> Tensor:
@@ -149,5 +179,7 @@ def own_row_loss(rows: Tensor, weight: Tensor, loss: RowLoss, chunk: int, *align
 
 
 def against_target(divergence: Callable[[Tensor, Tensor], Tensor], head: Tensor) -> RowLoss:
-    """A row loss that compares with the target: divergence(draft logits [m, V], target logits [m, V]) of the target's hidden rows [m, h]."""
+    """A row loss that compares with the target: divergence(draft logits [m, V], target logits [m,
+    V]) of the target's hidden rows [m, h].
+    """
     return lambda logits, teacher_rows: divergence(logits, _logits(teacher_rows, head)).unsqueeze(1)

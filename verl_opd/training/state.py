@@ -1,4 +1,6 @@
-"""Draft, optimiser and RNG through torch.distributed.checkpoint: sharded on disk, loadable on another number of ranks."""
+"""Draft, optimiser and RNG through torch.distributed.checkpoint: sharded on disk, loadable on
+another number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +25,35 @@ class _Training(Stateful):
         return {"model": model, "optim": optim}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_state_dict(self.draft, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+        set_state_dict(
+            self.draft,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optim"],
+        )
 
 
-def save_distributed(draft: nn.Module, optimizer: torch.optim.Optimizer, directory: str, rank: int) -> None:
-    """Write float32 master weights, AdamW moments and each rank's torch RNG state to `directory`; collective. CheckpointError when one cannot."""
+def save_distributed(
+    draft: nn.Module, optimizer: torch.optim.Optimizer, directory: str, rank: int
+) -> None:
+    """Write float32 master weights, AdamW moments and each rank's torch RNG state to `directory`;
+    collective. CheckpointError when one cannot.
+    """
     try:
-        dcp.save({"training": _Training(draft, optimizer), f"rng_{rank}": torch.get_rng_state()}, checkpoint_id=directory)
+        dcp.save(
+            {"training": _Training(draft, optimizer), f"rng_{rank}": torch.get_rng_state()},
+            checkpoint_id=directory,
+        )
     except CheckpointException as error:  # no Exception: it would end a Ray worker
         raise _reason(error) from error
 
 
-def load_distributed(draft: nn.Module, optimizer: torch.optim.Optimizer, directory: str, rank: int) -> None:
-    """Restore what `save_distributed` wrote; a rank that did not exist then keeps its own RNG. Collective. CheckpointError when one cannot."""
+def load_distributed(
+    draft: nn.Module, optimizer: torch.optim.Optimizer, directory: str, rank: int
+) -> None:
+    """Restore what `save_distributed` wrote; a rank that did not exist then keeps its own RNG.
+    Collective. CheckpointError when one cannot.
+    """
     try:
         dcp.load({"training": _Training(draft, optimizer)}, checkpoint_id=directory)
         known = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
@@ -49,4 +67,9 @@ def load_distributed(draft: nn.Module, optimizer: torch.optim.Optimizer, directo
 
 def _reason(error: CheckpointException) -> CheckpointError:
     """What happened on each rank, without its traceback."""
-    return CheckpointError("; ".join(f"rank {rank}: {type(failure[0]).__name__}: {failure[0]}" for rank, failure in error.failures.items()))
+    return CheckpointError(
+        "; ".join(
+            f"rank {rank}: {type(failure[0]).__name__}: {failure[0]}"
+            for rank, failure in error.failures.items()
+        )
+    )

@@ -1,4 +1,6 @@
-"""One optimiser step of the draft on replayed blocks. Features come in as input; nothing here cares which target produced them."""
+"""One optimiser step of the draft on replayed blocks. Features come in as input; nothing here cares
+which target produced them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,15 @@ from verl_opd.drafts import get_family
 from verl_opd.drafts.snapshot import DraftSnapshot, checksum
 from verl_opd.opd.chains import Chains, build_chains, end_to_end
 from verl_opd.opd.layout import Layout, build_layout, split_micro_batches
-from verl_opd.opd.losses import LossSpec, StreamTotals, combine, confidence_loss, confidence_metrics, loss_metrics, mass_metrics
+from verl_opd.opd.losses import (
+    LossSpec,
+    StreamTotals,
+    combine,
+    confidence_loss,
+    confidence_metrics,
+    loss_metrics,
+    mass_metrics,
+)
 from verl_opd.opd.metrics import StepMetrics
 from verl_opd.opd.names import BLOCK_LOSSES
 from verl_opd.opd.plan import BlockPlan, TrainItem
@@ -37,16 +47,28 @@ _CHECKED_SLOTS = 2048  # per micro-batch and replay check
 
 
 class DraftTrainer:
-    """One FSDP rank. Every method but the constructor's model loading is a collective: all ranks call it, in the same order.
+    """One FSDP rank. Every method but the constructor's model loading is a collective: all ranks
+    call it, in the same order.
 
-    Needs an initialised default process group. Master weights, gradients' reduction and AdamW state are float32; forward and backward of the
-    draft run in training.param_dtype.
+    Needs an initialised default process group. Master weights, gradients' reduction and AdamW state
+    are float32; forward and backward of the draft run in training.param_dtype.
     """
 
     def __init__(
-        self, cfg: Config, draft_config: Mapping[str, Any], rank: int, world_size: int, device: str, target: TargetBackend | None = None
+        self,
+        cfg: Config,
+        draft_config: Mapping[str, Any],
+        rank: int,
+        world_size: int,
+        device: str,
+        target: TargetBackend | None = None,
     ):
-        self.cfg, self.draft_config, self.rank, self.world_size = cfg, dict(draft_config), rank, world_size
+        self.cfg, self.draft_config, self.rank, self.world_size = (
+            cfg,
+            dict(draft_config),
+            rank,
+            world_size,
+        )
         self.device = torch.device(device)
         self.family = get_family(cfg.draft.family)
         frozen: TargetBackend = target or HFTarget(
@@ -64,40 +86,63 @@ class DraftTrainer:
         if cfg.draft.path is not None:
             head = self.target.lm_head_weight
             table = self.target.embed(torch.arange(len(head), device=self.device))
-            self.family.load_weights(draft, cfg.draft.path, {"embed_tokens.weight": table, "lm_head.weight": head})
+            self.family.load_weights(
+                draft, cfg.draft.path, {"embed_tokens.weight": table, "lm_head.weight": head}
+            )
         self._judges = self.family.confidence(draft) is not None
         draft.gradient_checkpointing = cfg.training.gradient_checkpointing  # type: ignore[assignment]
         draft.to(self.device).train()
         mesh = init_device_mesh(self.device.type, (world_size,))
-        policy = MixedPrecisionPolicy(param_dtype=getattr(torch, cfg.training.param_dtype), reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(
+            param_dtype=getattr(torch, cfg.training.param_dtype), reduce_dtype=torch.float32
+        )
         for unit in [*self.family.shard_units(draft), draft]:
             fully_shard(unit, mesh=mesh, mp_policy=policy)
         self.draft = draft
         self.optimizer = build_optimizer(draft, cfg.optim)
         self._block_size = self.family.block_size(draft_config, cfg.rollout.num_speculative_tokens)
 
-    # -- one optimiser step ----------------------------------------------------------------------------------------------------------
+    # -- one optimiser step ------------------------------------------------------------------------
 
     def update(
-        self, items: Sequence[TrainItem], totals: StreamTotals, spec: LossSpec, lr: float, check_replay: bool = False
+        self,
+        items: Sequence[TrainItem],
+        totals: StreamTotals,
+        spec: LossSpec,
+        lr: float,
+        check_replay: bool = False,
     ) -> StepMetrics:
-        """One optimiser step on this rank's `items`; `totals` are counted over the items of all ranks.
+        """One optimiser step on this rank's `items`; `totals` are counted over the items of all
+        ranks.
 
-        check_replay: also compare replayed slots with the engine's proposals (opd/replay_check.py); only while the weights are still those that
-        drafted `items`.
+        check_replay: also compare replayed slots with the engine's proposals (opd/replay_check.py);
+        only while the weights are still those that drafted `items`.
 
-        Ranks run the same number of micro-batches, so that FSDP's collectives meet; a rank that runs out passes a zero loss through the draft.
-        The step is skipped, and counted in actor/skipped_steps, when loss or gradient are not finite on any rank, or when no rank supervises
-        anything: AdamW's momentum would move the weights even then.
+        Ranks run the same number of micro-batches, so that FSDP's collectives meet; a rank that
+        runs out passes a zero loss through the draft. The step is skipped, and counted in
+        actor/skipped_steps, when loss or gradient are not finite on any rank, or when no rank
+        supervises anything: AdamW's momentum would move the weights even then.
         """
         metrics, summed = StepMetrics(), torch.zeros((), device=self.device)
         for micro_batch in self._micro_batches(items) or [None]:
-            loss = self._loss(micro_batch, totals, spec, metrics, check_replay) if micro_batch else self._zero_loss()
-            (loss * self.world_size).backward()  # FSDP averages over ranks; totals are global already
+            loss = (
+                self._loss(micro_batch, totals, spec, metrics, check_replay)
+                if micro_batch
+                else self._zero_loss()
+            )
+            (
+                loss * self.world_size
+            ).backward()  # FSDP averages over ranks; totals are global already
             summed += loss.detach()
-        dist.all_reduce(summed)  # a token whose loss is not finite has no gradient once its value is clamped, so the norm would not show it
+        dist.all_reduce(
+            summed
+            # a token whose loss is not finite has no gradient once its value is clamped, so the
+            # norm would not show it
+        )
         finite = math.isfinite(float(summed))
-        if not finite:  # no loss was measured: the step is skipped and counted; what the replay check saw stays
+        if (
+            not finite
+        ):  # no loss was measured: the step is skipped and counted; what the replay check saw stays
             metrics = metrics.only("opd/")
         elif totals.denominator(spec) <= 0:
             metrics.add_sum("actor/distillation/loss", 0.0)
@@ -106,7 +151,9 @@ class DraftTrainer:
 
     @torch.no_grad()
     def score(self, items: Sequence[TrainItem]) -> dict[str, tuple[float, ...]]:
-        """The draft's log-prob of every response label of this rank's `items`, by sample id; collective, like `update`."""
+        """The draft's log-prob of every response label of this rank's `items`, by sample id;
+        collective, like `update`.
+        """
         scores: dict[str, tuple[float, ...]] = {}
         for micro_batch in self._micro_batches(items):
             if micro_batch is None:
@@ -117,12 +164,21 @@ class DraftTrainer:
             rows = slot_rows(layout, layout.response.sample, layout.response.slot)
             values = self._head().logprobs(hidden[rows], layout.response.token)
             parts = values.split([len(item.plan.response_label) for item in micro_batch])
-            scores.update({item.sample_id: tuple(part.tolist()) for item, part in zip(micro_batch, parts, strict=True)})
+            scores.update(
+                {
+                    item.sample_id: tuple(part.tolist())
+                    for item, part in zip(micro_batch, parts, strict=True)
+                }
+            )
         return scores
 
     def _micro_batches(self, items: Sequence[TrainItem]) -> list[list[TrainItem] | None]:
-        """This rank's micro-batches, with None where another rank still has one: collectives have to meet."""
-        own: list[list[TrainItem] | None] = [*split_micro_batches(items, self.cfg.training.max_tokens_per_micro_batch)]
+        """This rank's micro-batches, with None where another rank still has one: collectives have
+        to meet.
+        """
+        own: list[list[TrainItem] | None] = [
+            *split_micro_batches(items, self.cfg.training.max_tokens_per_micro_batch)
+        ]
         count = torch.tensor(len(own), device=self.device)
         dist.all_reduce(count, op=dist.ReduceOp.MAX)
         return own + [None] * (int(count) - len(own))
@@ -132,7 +188,14 @@ class DraftTrainer:
         features = self.target.features(layout.input_ids, layout.lengths)
         return features, self._replay(features.aux[:, : layout.context_len], layout).flatten(0, 1)
 
-    def _loss(self, items: list[TrainItem], totals: StreamTotals, spec: LossSpec, metrics: StepMetrics, check_replay: bool) -> Tensor:
+    def _loss(
+        self,
+        items: list[TrainItem],
+        totals: StreamTotals,
+        spec: LossSpec,
+        metrics: StepMetrics,
+        check_replay: bool,
+    ) -> Tensor:
         layout = build_layout(items, self.device, drafted=check_replay, judged=self._judges)
         features, hidden = self._forward(layout)
         head = self._head()
@@ -142,11 +205,20 @@ class DraftTrainer:
             loss = self._block_loss(items, layout, hidden, features, head, totals, spec, metrics)
         else:
             values = head.values(layout, hidden, features, spec)
-            loss = combine(values.response, layout.response.offset, values.refused, layout.refused.offset, totals, spec)
+            loss = combine(
+                values.response,
+                layout.response.offset,
+                values.refused,
+                layout.refused.offset,
+                totals,
+                spec,
+            )
             metrics.merge(loss_metrics(values.response, values.refused, loss.detach(), spec))
             metrics.merge(mass_metrics(values.student_mass.detach(), layout.top_logprobs))
         loss = loss + self._confidence_loss(layout, hidden, totals, spec, metrics)
-        return loss + hidden.sum() * 0.0 + head.attached_zero()  # every parameter is in the graph, also when nothing is supervised
+        return (
+            loss + hidden.sum() * 0.0 + head.attached_zero()
+        )  # every parameter is in the graph, also when nothing is supervised
 
     def _block_loss(
         self,
@@ -159,26 +231,42 @@ class DraftTrainer:
         spec: LossSpec,
         metrics: StepMetrics,
     ) -> Tensor:
-        """End-to-end total variation of whole blocks; the target also reads the refused tokens (opd/chains.py)."""
+        """End-to-end total variation of whole blocks; the target also reads the refused tokens
+        (opd/chains.py).
+        """
         chains = build_chains(items, layout.input_ids.shape[1], self.device)
         teacher = torch.cat((scoring_hidden(features, spec), self._branch_hidden(chains, spec)))
-        tv = head.divergence(hidden[slot_rows(layout, chains.sample, chains.slot)], teacher[chains.row], "tv")
+        tv = head.divergence(
+            hidden[slot_rows(layout, chains.sample, chains.slot)], teacher[chains.row], "tv"
+        )
         values, expected = end_to_end(tv, chains)
         none = tv.new_zeros(0)
         loss = combine(values, torch.ones_like(values), none, none, totals, spec)
         metrics.merge(loss_metrics(values, none, loss.detach(), spec))
         prefix = "actor/distillation/"
-        metrics.add_mean(prefix + "e2e_expected_accept_length", float(expected.detach().sum()), chains.count)
+        metrics.add_mean(
+            prefix + "e2e_expected_accept_length", float(expected.detach().sum()), chains.count
+        )
         metrics.add_mean(prefix + "tv_distance", float(tv.detach().sum()), len(tv))
         metrics.add_sum(prefix + "tv_block_count", chains.count)
         metrics.add_sum(prefix + "tv_position_count", len(tv))
-        metrics.add_sum(prefix + "tv_teacher_branch_position_count", float((chains.row >= layout.input_ids.numel()).sum()))
+        metrics.add_sum(
+            prefix + "tv_teacher_branch_position_count",
+            float((chains.row >= layout.input_ids.numel()).sum()),
+        )
         return loss
 
     def _confidence_loss(
-        self, layout: Layout, hidden: Tensor, totals: StreamTotals, spec: LossSpec, metrics: StepMetrics
+        self,
+        layout: Layout,
+        hidden: Tensor,
+        totals: StreamTotals,
+        spec: LossSpec,
+        metrics: StepMetrics,
     ) -> Tensor | float:
-        """The confidence stream, for drafts with a confidence head; 0, still attached to the head, without judged proposals."""
+        """The confidence stream, for drafts with a confidence head; 0, still attached to the head,
+        without judged proposals.
+        """
         head, judged = self.family.confidence(self.draft), layout.judged
         if head is None:
             return 0.0
@@ -188,39 +276,66 @@ class DraftTrainer:
         return confidence_loss(logits, judged.token, totals, spec)
 
     def _branch_hidden(self, chains: Chains, spec: LossSpec) -> Tensor:
-        """Last hidden states [R*L, h] of the branches, as many at once as fit the micro-batch's token budget."""
+        """Last hidden states [R*L, h] of the branches, as many at once as fit the micro-batch's
+        token budget.
+        """
         count, longest = chains.branch_ids.shape
         head = self.target.lm_head_weight
         at_once = max(1, self.cfg.training.max_tokens_per_micro_batch // max(1, longest))
         parts = [
-            scoring_hidden(self._frozen.features(chains.branch_ids[i : i + at_once], chains.branch_lengths[i : i + at_once]), spec)
+            scoring_hidden(
+                self._frozen.features(
+                    chains.branch_ids[i : i + at_once], chains.branch_lengths[i : i + at_once]
+                ),
+                spec,
+            )
             for i in range(0, count, at_once)
         ]
         return torch.cat(parts) if parts else head.new_zeros(0, head.shape[1])
 
     def _head(self) -> Head:
         """After a replay, while FSDP holds the root's weights whole."""
-        chunk, own = self.cfg.training.lm_head_chunk_size, self.family.own_head(self.draft, self.target.lm_head_weight)
-        return FrozenHead(self.target.lm_head_weight, chunk) if own is None else TrainableHead(own, self.target.lm_head_weight, chunk)
+        chunk, own = (
+            self.cfg.training.lm_head_chunk_size,
+            self.family.own_head(self.draft, self.target.lm_head_weight),
+        )
+        return (
+            FrozenHead(self.target.lm_head_weight, chunk)
+            if own is None
+            else TrainableHead(own, self.target.lm_head_weight, chunk)
+        )
 
     def _replay_check(self, layout: Layout, hidden: Tensor, head: Head) -> StepMetrics:
-        """Replayed choices against the engine's proposals, on an even share of the micro-batch's drafted slots."""
+        """Replayed choices against the engine's proposals, on an even share of the micro-batch's
+        drafted slots.
+        """
         drafted = layout.drafted
         count = len(drafted.token)
-        some = torch.arange(min(count, _CHECKED_SLOTS), device=self.device) * count // max(1, min(count, _CHECKED_SLOTS))
+        some = (
+            torch.arange(min(count, _CHECKED_SLOTS), device=self.device)
+            * count
+            // max(1, min(count, _CHECKED_SLOTS))
+        )
         rows = slot_rows(layout, drafted.sample[some], drafted.slot[some])
         return replay_metrics(head.gaps(hidden[rows], drafted.token[some]), drafted.offset[some])
 
     def _replay(self, features: Tensor, layout: Layout) -> Tensor:
         """Draft hidden states [b, N*B, h] of all blocks; features [b, C, n*h] of the context."""
-        return self.family.replay(self.draft, features, self.family.inputs(self.draft_config, self.target.embed, layout), layout)
+        return self.family.replay(
+            self.draft,
+            features,
+            self.family.inputs(self.draft_config, self.target.embed, layout),
+            layout,
+        )
 
     def _zero_loss(self) -> Tensor:
         """Zero attached to every parameter, through the same collectives as a real micro-batch."""
         plan = BlockPlan(self._block_size, (), (), (), (), (), (), (), ())
         layout = build_layout([TrainItem("empty", (0,), (0,), plan)], self.device)
         borrowed = self.target.lm_head_weight
-        no_context = borrowed.new_zeros(1, 0, len(self.family.layer_ids(self.draft_config)) * borrowed.shape[1])
+        no_context = borrowed.new_zeros(
+            1, 0, len(self.family.layer_ids(self.draft_config)) * borrowed.shape[1]
+        )
         hidden = self._replay(no_context, layout).flatten(0, 1)
         zero = hidden.sum() * 0.0 + self._head().attached_zero()
         head = self.family.confidence(self.draft)
@@ -242,33 +357,46 @@ class DraftTrainer:
             metrics.add_sum("actor/skipped_steps", float(not usable))
             metrics.add_sum("actor/updates", 1.0)
 
-    # -- what leaves the trainer -----------------------------------------------------------------------------------------------------
+    # -- what leaves the trainer -------------------------------------------------------------------
 
     def published(self) -> dict[str, Tensor]:
-        """The draft's weights by public name as they leave the trainer: whole, bf16, on the CPU of rank 0; empty on other ranks."""
+        """The draft's weights by public name as they leave the trainer: whole, bf16, on the CPU of
+        rank 0; empty on other ranks.
+        """
         tensors: dict[str, Tensor] = {}
         for name, value in self.draft.named_parameters():
-            narrow = value.detach().to(torch.bfloat16)  # rounded before the gather, which halves what travels
+            narrow = value.detach().to(
+                torch.bfloat16
+            )  # rounded before the gather, which halves what travels
             whole = narrow.full_tensor() if isinstance(narrow, DTensor) else narrow
             if self.rank == 0:
                 tensors[name] = whole.cpu().contiguous()
         return tensors
 
     def snapshot(self, path: str, version: int) -> DraftSnapshot | None:
-        """Rank 0 writes the bf16 draft to the safetensors file `path` (temporary name, rename) and describes it; others return None."""
+        """Rank 0 writes the bf16 draft to the safetensors file `path` (temporary name, rename) and
+        describes it; others return None.
+        """
         tensors = self.published()
         if self.rank != 0:
             return None
         temporary = f"{path}.tmp"
         save_file(tensors, temporary)
         os.replace(temporary, path)
-        return DraftSnapshot(version, path, {name: tuple(value.shape) for name, value in tensors.items()}, checksum(tensors))
+        return DraftSnapshot(
+            version,
+            path,
+            {name: tuple(value.shape) for name, value in tensors.items()},
+            checksum(tensors),
+        )
 
     def export(self, directory: str) -> None:
         """Rank 0 writes an HF-format draft directory."""
         tensors = self.published()
         if self.rank == 0:
-            constant = {name: buffer.cpu() for name, buffer in self.draft.named_buffers()}  # token maps
+            constant = {
+                name: buffer.cpu() for name, buffer in self.draft.named_buffers()
+            }  # token maps
             self.family.save_pretrained({**tensors, **constant}, self.draft_config, Path(directory))
         dist.barrier()
 

@@ -23,7 +23,9 @@ _PATIENCE = timedelta(minutes=30)
 
 
 class TrainRank:
-    """One FSDP rank in a process of its own; methods as in DraftTrainer, each a collective over all ranks."""
+    """One FSDP rank in a process of its own; methods as in DraftTrainer, each a collective over all
+    ranks.
+    """
 
     def __init__(
         self,
@@ -48,20 +50,33 @@ class TrainRank:
         torch.set_num_threads(threads)
 
     def open_store(self, address: str) -> int:
-        """Open the store through which the ranks meet; its port. On loopback when `address` is, else on all interfaces, as other nodes may know this one
-        by an address that is none of its own. Only on rank 0.
+        """Open the store through which the ranks meet; its port. On loopback when `address` is,
+        else on all interfaces, as other nodes may know this one by an address that is none of its
+        own. Only on rank 0.
 
         The port is bound before anybody hears of it, so no other process can take it in between.
         """
         from torch.distributed import TCPStore
 
-        listener = socket.create_server((address if address == LOOPBACK else "", 0), backlog=self._world)
+        listener = socket.create_server(
+            (address if address == LOOPBACK else "", 0), backlog=self._world
+        )
         port = int(listener.getsockname()[1])
-        self._store = TCPStore(address, port, self._world, True, _PATIENCE, wait_for_workers=False, master_listen_fd=listener.detach())
+        self._store = TCPStore(
+            address,
+            port,
+            self._world,
+            True,
+            _PATIENCE,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
         return port
 
     def init(self, address: str, port: int) -> dict[str, Any]:
-        """Join the process group of the store at `address` and build models and optimiser; returns parameter counts."""
+        """Join the process group of the store at `address` and build models and optimiser; returns
+        parameter counts.
+        """
         import torch.distributed as dist
 
         from verl_opd.training.step import DraftTrainer
@@ -69,15 +84,32 @@ class TrainRank:
         if self._store is None:
             self._store = dist.TCPStore(address, port, self._world, False, _PATIENCE)
         dist.init_process_group(
-            self._device.process_group_backend, store=self._store, rank=self._rank, world_size=self._world, timeout=_PATIENCE
+            self._device.process_group_backend,
+            store=self._store,
+            rank=self._rank,
+            world_size=self._world,
+            timeout=_PATIENCE,
         )
-        self._trainer = DraftTrainer(self._cfg, self._draft_config, self._rank, self._world, self._device.name)
-        return {"draft_parameters": sum(parameter.numel() for parameter in self._trainer.draft.parameters())}
+        self._trainer = DraftTrainer(
+            self._cfg, self._draft_config, self._rank, self._world, self._device.name
+        )
+        return {
+            "draft_parameters": sum(
+                parameter.numel() for parameter in self._trainer.draft.parameters()
+            )
+        }
 
     def ping(self) -> None:
         """Answers between two methods, for as long as this process lives."""
 
-    def update(self, items: list[TrainItem], totals: StreamTotals, spec: LossSpec, lr: float, check_replay: bool = False) -> StepMetrics:
+    def update(
+        self,
+        items: list[TrainItem],
+        totals: StreamTotals,
+        spec: LossSpec,
+        lr: float,
+        check_replay: bool = False,
+    ) -> StepMetrics:
         return self._trainer.update(items, totals, spec, lr, check_replay)
 
     def score(self, items: list[TrainItem]) -> dict[str, tuple[float, ...]]:

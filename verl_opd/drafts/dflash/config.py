@@ -26,10 +26,17 @@ _REQUIRED = (
 )
 
 
-def derive_config(target: PretrainedConfig, draft: DraftConfig, num_speculative_tokens: int) -> dict[str, Any]:
-    """config.json of a new draft that fits `target` (Llama or Qwen3 family), in the layout of public DFlash checkpoints."""
+def derive_config(
+    target: PretrainedConfig, draft: DraftConfig, num_speculative_tokens: int
+) -> dict[str, Any]:
+    """config.json of a new draft that fits `target` (Llama or Qwen3 family), in the layout of
+    public DFlash checkpoints.
+    """
     if draft.mask_token_id is None:
-        raise ConfigError("draft.mask_token_id is required with random initialisation: name an embedding row that text never uses")
+        raise ConfigError(
+            "draft.mask_token_id is required with random initialisation: name an embedding row "
+            "that text never uses"
+        )
     heads = target.num_attention_heads
     layers = draft.num_hidden_layers or 2
     return {
@@ -67,13 +74,17 @@ def _chosen_layers(target: PretrainedConfig, draft: DraftConfig) -> list[int]:
 
 
 def dflash_key(config: Mapping[str, Any], name: str) -> Any:
-    """A DFlash key, inside `dflash_config` or at top level as older checkpoints have it; None when absent."""
+    """A DFlash key, inside `dflash_config` or at top level as older checkpoints have it; None when
+    absent.
+    """
     inner = config.get("dflash_config") or {}
     return inner[name] if name in inner else config.get(name)
 
 
 def target_layer_ids(config: Mapping[str, Any]) -> list[int]:
-    """Only the nested key counts: vLLM's V1 runner ignores a top-level one and would feed the draft its own default layers."""
+    """Only the nested key counts: vLLM's V1 runner ignores a top-level one and would feed the draft
+    its own default layers.
+    """
     return list((config.get("dflash_config") or {}).get("target_layer_ids") or [])
 
 
@@ -85,21 +96,27 @@ LayerAttention = tuple[int | None, bool]
 
 
 def layer_attention(config: Mapping[str, Any]) -> list[LayerAttention]:
-    """(sliding window or None, causal inside the block) of every layer, resolved as the engine does (vLLM qwen3_dflash._resolve_layer_attention).
+    """(sliding window or None, causal inside the block) of every layer, resolved as the engine does
+    (vLLM qwen3_dflash._resolve_layer_attention).
 
     ConfigError for a sliding layer without a window.
     """
     inner, layers = config.get("dflash_config") or {}, config["num_hidden_layers"]
     types = config.get("layer_types") or [_FULL] * layers
     use_swa = bool(inner.get("use_swa")) and _SLIDING not in types
-    window = inner.get("swa_window_size") or (config.get("sliding_window") if config.get("use_sliding_window") else None)
-    explicit = config.get("is_causal") if config.get("is_causal") is not None else inner.get("causal")
+    window = inner.get("swa_window_size") or (
+        config.get("sliding_window") if config.get("use_sliding_window") else None
+    )
+    explicit = (
+        config.get("is_causal") if config.get("is_causal") is not None else inner.get("causal")
+    )
     resolved: list[LayerAttention] = []
     for index in range(layers):
         sliding = use_swa or types[index] == _SLIDING
         if sliding and window is None:
             raise ConfigError(
-                f"layer {index} of the draft slides, but its config.json names no window: set dflash_config.swa_window_size "
+                f"layer {index} of the draft slides, but its config.json names no window: set "
+                "dflash_config.swa_window_size "
                 "(a top-level sliding_window counts only with use_sliding_window=true)"
             )
         causal = types[index] == _SLIDING if explicit is None else bool(explicit)
@@ -112,69 +129,108 @@ def _check_attention(config: Mapping[str, Any]) -> None:
     windows = {window for window, _ in attention}
     if len(windows) > 1:
         raise ConfigError(
-            "this DFlash draft mixes sliding and full attention, which only vLLM's V2 model runner serves; V1 is what runs here"
+            "this DFlash draft mixes sliding and full attention, which only vLLM's V2 model runner "
+            "serves; V1 is what runs here"
         )
     window, block = windows.pop(), int(dflash_key(config, "block_size"))
     if window is not None and window < block:
-        raise ConfigError(f"the draft's sliding window of {window} tokens is smaller than its block of {block}")
+        raise ConfigError(
+            f"the draft's sliding window of {window} tokens is smaller than its block of {block}"
+        )
 
 
-def check(config: Mapping[str, Any], target: PretrainedConfig, num_speculative_tokens: int, allow_block_size_mismatch: bool) -> None:
+def check(
+    config: Mapping[str, Any],
+    target: PretrainedConfig,
+    num_speculative_tokens: int,
+    allow_block_size_mismatch: bool,
+) -> None:
     """See DraftFamily.check."""
     _check_complete(config)
     _check_supported(config)
     _check_target(config, target)
     _check_attention(config)
-    _check_block(int(dflash_key(config, "block_size")), num_speculative_tokens, allow_block_size_mismatch)
+    _check_block(
+        int(dflash_key(config, "block_size")), num_speculative_tokens, allow_block_size_mismatch
+    )
 
 
 def _check_complete(config: Mapping[str, Any]) -> None:
-    """Every number the network needs must be written down: engines fill gaps with Qwen3's defaults (head_dim 128, 32 KV heads)."""
+    """Every number the network needs must be written down: engines fill gaps with Qwen3's defaults
+    (head_dim 128, 32 KV heads).
+    """
     absent = [name for name in _REQUIRED if config.get(name) is None]
     absent += [name for name in ("block_size", "mask_token_id") if dflash_key(config, name) is None]
     absent += [] if target_layer_ids(config) else ["dflash_config.target_layer_ids"]
     if absent:
-        raise ConfigError(f"the draft's config.json has no {', '.join(absent)}: is it a DFlash draft?")
+        raise ConfigError(
+            f"the draft's config.json has no {', '.join(absent)}: is it a DFlash draft?"
+        )
 
 
 def _check_target(config: Mapping[str, Any], target: PretrainedConfig) -> None:
     files.check_sizes(config, target)
     count = target.num_hidden_layers
     if config.get("num_target_layers") not in (None, count):
-        raise ConfigError(f"draft does not fit the target: made for {config['num_target_layers']} target layers, the target has {count}")
+        raise ConfigError(
+            f"draft does not fit the target: made for {config['num_target_layers']} target layers, "
+            f"the target has {count}"
+        )
     ids = target_layer_ids(config)
     if ids != sorted(set(ids)) or not 0 <= ids[0] <= ids[-1] < count:
-        # vLLM sorts its aux layers (EagleModelMixin._set_aux_hidden_state_layers), so another order would feed the draft permuted features
-        raise ConfigError(f"target_layer_ids={ids} must be ascending, distinct layers in 0..{count - 1} of the target")
+        # vLLM sorts its aux layers (EagleModelMixin._set_aux_hidden_state_layers), so another order
+        # would feed the draft permuted features
+        raise ConfigError(
+            f"target_layer_ids={ids} must be ascending, distinct layers in 0..{count - 1} of the "
+            "target"
+        )
     mask = dflash_key(config, "mask_token_id")
     if not 0 <= mask < target.vocab_size:
-        raise ConfigError(f"mask_token_id={mask} is not a row of the target's embedding of {target.vocab_size} rows")
+        raise ConfigError(
+            f"mask_token_id={mask} is not a row of the target's embedding of {target.vocab_size} "
+            "rows"
+        )
 
 
 def _check_block(block: int, num_speculative_tokens: int, allow_mismatch: bool) -> None:
     if num_speculative_tokens > block - 1:
         raise ConfigError(
-            f"rollout.num_speculative_tokens={num_speculative_tokens} exceeds the {block - 1} proposals of a block of draft.block_size={block}"
+            f"rollout.num_speculative_tokens={num_speculative_tokens} exceeds the {block - 1} "
+            f"proposals of a block of draft.block_size={block}"
         )
     if num_speculative_tokens != block - 1 and not allow_mismatch:
         raise ConfigError(
-            f"draft.block_size={block} differs from rollout.num_speculative_tokens + 1 = {num_speculative_tokens + 1}: replayed blocks would not be the "
-            f"drafted ones; set rollout.num_speculative_tokens={block - 1}, or draft.block_size={num_speculative_tokens + 1} to go on in "
+            f"draft.block_size={block} differs from rollout.num_speculative_tokens + 1 = "
+            f"{num_speculative_tokens + 1}: replayed blocks would not be the "
+            f"drafted ones; set rollout.num_speculative_tokens={block - 1}, or "
+            f"draft.block_size={num_speculative_tokens + 1} to go on in "
             "shorter blocks, or draft.allow_block_size_mismatch=true"
         )
 
 
 def _check_supported(config: Mapping[str, Any]) -> None:
-    """Variants that the engine drafts with and this replay does not reproduce are refused, not approximated."""
+    """Variants that the engine drafts with and this replay does not reproduce are refused, not
+    approximated.
+    """
     if "DFlashDraftModel" not in (config.get("architectures") or []):
-        raise ConfigError(f"the draft's architectures={config.get('architectures')} is not supported; DFlashDraftModel is")
+        raise ConfigError(
+            f"the draft's architectures={config.get('architectures')} is not supported; "
+            "DFlashDraftModel is"
+        )
     rope = files.rope_settings(config, "draft")
     if rope["rope_type"] != "default":
-        raise ConfigError(f"the draft's rope_type={rope['rope_type']!r} is not supported; only 'default' is")
+        raise ConfigError(
+            f"the draft's rope_type={rope['rope_type']!r} is not supported; only 'default' is"
+        )
     ids = target_layer_ids(config)
-    changes: dict[str, tuple[Any, tuple[Any, ...]]] = {  # key -> (value, values under which the network is the one replayed here)
+    changes: dict[
+        str, tuple[Any, tuple[Any, ...]]
+    ] = {  # key -> (value, values under which the network is the one replayed here)
         **{key: (value, (None,)) for key, value in rope["extra"].items()},
-        "partial_rotary_factor": (config.get("partial_rotary_factor", rope["extra"].get("partial_rotary_factor")), (None, 1)),
+        "partial_rotary_factor": (
+            config.get("partial_rotary_factor", rope["extra"].get("partial_rotary_factor")),
+            (None, 1),
+        ),
         "layer_types": (sorted(set(config.get("layer_types") or []) - {_FULL, _SLIDING}), ([],)),
         "attention_sink_bias": (dflash_key(config, "attention_sink_bias"), (None, False)),
         "add_swa_attention_sink_bias": (config.get("add_swa_attention_sink_bias"), (None, False)),
@@ -187,28 +243,46 @@ def _check_supported(config: Mapping[str, Any]) -> None:
         "draft_vocab_size": (config.get("draft_vocab_size"), (None, config["vocab_size"])),
         "target_hidden_size": (config.get("target_hidden_size"), (None, config["hidden_size"])),
         "eagle_config": (config.get("eagle_config"), (None, {})),
-        "eagle_aux_hidden_state_layer_ids": (config.get("eagle_aux_hidden_state_layer_ids"), (None, [i + 1 for i in ids])),
+        "eagle_aux_hidden_state_layer_ids": (
+            config.get("eagle_aux_hidden_state_layer_ids"),
+            (None, [i + 1 for i in ids]),
+        ),
         "quantization_config": (config.get("quantization_config"), (None,)),
     }
     found = [f"{name}={value!r}" for name, (value, same) in changes.items() if value not in same]
     if found:
         raise ConfigError(
-            f"this DFlash draft has {', '.join(found)}, which training does not support: it would not replay what the engine drafts"
+            f"this DFlash draft has {', '.join(found)}, which training does not support: it would "
+            "not replay what the engine drafts"
         )
 
 
 def with_block(config: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """The same draft in shorter blocks: a slot sees those of its own block, so their number is part of what is learned."""
+    """The same draft in shorter blocks: a slot sees those of its own block, so their number is part
+    of what is learned.
+    """
     trained = int(dflash_key(config, "block_size"))
     if size > trained:
         raise ConfigError(
-            f"draft.block_size={size} is longer than the {trained} slots that this draft was trained with: use at most {trained}"
+            f"draft.block_size={size} is longer than the {trained} slots that this draft was "
+            f"trained with: use at most {trained}"
         )
-    inner = {key: value for key, value in (config.get("dflash_config") or {}).items() if key != "block_size"}
+    inner = {
+        key: value
+        for key, value in (config.get("dflash_config") or {}).items()
+        if key != "block_size"
+    }
     return {**config, "block_size": size, "dflash_config": inner}
 
 
-_OWN = ("architectures", "auto_map", "block_size", "dflash_config", "num_target_layers", "is_causal")
+_OWN = (
+    "architectures",
+    "auto_map",
+    "block_size",
+    "dflash_config",
+    "num_target_layers",
+    "is_causal",
+)
 
 
 def to_speculators(config: Mapping[str, Any], use: Use) -> dict[str, Any]:
@@ -217,7 +291,12 @@ def to_speculators(config: Mapping[str, Any], use: Use) -> dict[str, Any]:
     window, causal = layer_attention(config)[0]
     if window is not None:
         layers = [_SLIDING] * config["num_hidden_layers"]
-        network |= {"sliding_window": window, "use_sliding_window": True, "layer_types": layers, "max_window_layers": 0}
+        network |= {
+            "sliding_window": window,
+            "use_sliding_window": True,
+            "layer_types": layers,
+            "max_window_layers": 0,
+        }
     own = {
         "architectures": ["DFlashSpeculator"],
         "block_size": int(dflash_key(config, "block_size")),
@@ -237,11 +316,18 @@ def from_speculators(config: Mapping[str, Any]) -> dict[str, Any]:
         return dict(config)
     network, own = parts
     if own.get("sample_from_anchor"):
-        raise ConfigError("this DFlash draft predicts from its anchor slot (sample_from_anchor), which training does not support")
+        raise ConfigError(
+            "this DFlash draft predicts from its anchor slot (sample_from_anchor), which training "
+            "does not support"
+        )
     inner = {
         "mask_token_id": own.get("mask_token_id"),
         "target_layer_ids": [int(i) - 1 for i in own.get("aux_hidden_state_layer_ids") or []],
         "causal": not own.get("sliding_window_non_causal", True),
     }
-    kept: dict[str, Any] = {key: own[key] for key in ("block_size", "draft_vocab_size", "target_hidden_size") if key in own}
+    kept: dict[str, Any] = {
+        key: own[key]
+        for key in ("block_size", "draft_vocab_size", "target_hidden_size")
+        if key in own
+    }
     return {**network, **kept, "architectures": ["DFlashDraftModel"], "dflash_config": inner}

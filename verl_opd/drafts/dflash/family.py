@@ -28,18 +28,25 @@ class DFlash:
     chained = False
     v2_runner = False
 
-    def derive_config(self, target: PretrainedConfig, draft: DraftConfig, num_speculative_tokens: int) -> dict[str, Any]:
+    def derive_config(
+        self, target: PretrainedConfig, draft: DraftConfig, num_speculative_tokens: int
+    ) -> dict[str, Any]:
         return dflash_config.derive_config(target, draft, num_speculative_tokens)
 
     def load_config(self, path: str, target: PretrainedConfig | None = None) -> dict[str, Any]:
         if (Path(path) / "mask_embedding.pt").exists():
             raise ConfigError(
-                f"draft.path={path}: a separate mask embedding (mask_embedding.pt) is not supported; the target's row is used"
+                f"draft.path={path}: a separate mask embedding (mask_embedding.pt) is not "
+                "supported; the target's row is used"
             )
         return dflash_config.from_speculators(files.read_config(path))
 
     def check(
-        self, config: Mapping[str, Any], target: PretrainedConfig, num_speculative_tokens: int, allow_block_size_mismatch: bool
+        self,
+        config: Mapping[str, Any],
+        target: PretrainedConfig,
+        num_speculative_tokens: int,
+        allow_block_size_mismatch: bool,
     ) -> None:
         dflash_config.check(config, target, num_speculative_tokens, allow_block_size_mismatch)
 
@@ -60,20 +67,31 @@ class DFlash:
         random_init(draft, seed, init_std)
         return draft
 
-    def load_weights(self, draft: nn.Module, path: str, frozen: Mapping[str, Tensor] | None = None) -> None:
+    def load_weights(
+        self, draft: nn.Module, path: str, frozen: Mapping[str, Tensor] | None = None
+    ) -> None:
         files.load_into(draft, path, frozen)
 
     def shard_units(self, draft: nn.Module) -> list[nn.Module]:
         return list(cast(DFlashDraft, draft).layers)
 
-    def inputs(self, config: Mapping[str, Any], embed: Callable[[Tensor], Tensor], layout: Layout) -> Tensor:
+    def inputs(
+        self, config: Mapping[str, Any], embed: Callable[[Tensor], Tensor], layout: Layout
+    ) -> Tensor:
         """Embeddings [b, N, B, h]: the anchor token, then mask tokens."""
-        return masked_block_embeds(embed, self.mask_token_id(config), layout.block_tokens[:, :, 0], layout.block_size)
+        return masked_block_embeds(
+            embed, self.mask_token_id(config), layout.block_tokens[:, :, 0], layout.block_size
+        )
 
     def replay(self, draft: nn.Module, features: Tensor, inputs: Tensor, layout: Layout) -> Tensor:
         attention = cast(DFlashDraft, draft).attention
         masks = {kind: visibility(layout, features.shape[1], *kind) for kind in set(attention)}
-        hidden: Tensor = draft(features, inputs.flatten(1, 2), slot_positions(layout), [masks[kind] for kind in attention])
+        hidden: Tensor = draft(
+            features,
+            inputs.flatten(1, 2),
+            slot_positions(layout),
+            [masks[kind] for kind in attention],
+        )
         return hidden
 
     def own_head(self, draft: nn.Module, target_head: Tensor) -> None:
@@ -85,8 +103,14 @@ class DFlash:
     def vocabulary(self, config: Mapping[str, Any], path: str | None) -> None:
         return None
 
-    def for_reader(self, config: Mapping[str, Any], reader: str, use: Use) -> tuple[dict[str, Any], Callable[[str], str]]:
-        return dflash_config.to_speculators(config, use) if reader == "speculators" else dict(config), str
+    def for_reader(
+        self, config: Mapping[str, Any], reader: str, use: Use
+    ) -> tuple[dict[str, Any], Callable[[str], str]]:
+        return dflash_config.to_speculators(config, use) if reader == "speculators" else dict(
+            config
+        ), str
 
-    def save_pretrained(self, state: Mapping[str, Tensor], config: Mapping[str, Any], path: Path) -> None:
+    def save_pretrained(
+        self, state: Mapping[str, Tensor], config: Mapping[str, Any], path: Path
+    ) -> None:
         files.write_draft(state, config, path)

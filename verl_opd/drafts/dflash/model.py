@@ -1,4 +1,6 @@
-"""The DFlash draft network: queries from one block of slots, keys and values from target features and the block itself."""
+"""The DFlash draft network: queries from one block of slots, keys and values from target features
+and the block itself.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +48,10 @@ class Shape:
 
 
 class Attention(nn.Module):
-    """Slots attend to context and slots under a boolean mask. Context keys and values come from the normed features directly, without the
-    layer's input norm, as the engine precomputes them (vLLM DFlashQwen3Model.precompute_and_store_context_kv)."""
+    """Slots attend to context and slots under a boolean mask. Context keys and values come from the
+    normed features directly, without the layer's input norm, as the engine precomputes them (vLLM
+    DFlashQwen3Model.precompute_and_store_context_kv).
+    """
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -62,14 +66,19 @@ class Attention(nn.Module):
     def _split(self, x: Tensor, heads: int) -> Tensor:
         return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
 
-    def forward(self, slots: Tensor, context: Tensor, slot_rope: Rotation, key_rope: Rotation, mask: Tensor) -> Tensor:
+    def forward(
+        self, slots: Tensor, context: Tensor, slot_rope: Rotation, key_rope: Rotation, mask: Tensor
+    ) -> Tensor:
         source = torch.cat((context, slots), dim=1)
         query = rotate(self.q_norm(self._split(self.q_proj(slots), self.heads)), slot_rope)
         key = rotate(self.k_norm(self._split(self.k_proj(source), self.kv_heads)), key_rope)
         value = self._split(self.v_proj(source), self.kv_heads)
         groups = self.heads // self.kv_heads
         if groups > 1:
-            key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+            key, value = (
+                key.repeat_interleave(groups, dim=1),
+                value.repeat_interleave(groups, dim=1),
+            )
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
@@ -82,13 +91,19 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape.hidden, shape.eps)
         self.mlp = MLP(shape.hidden, shape.intermediate)
 
-    def forward(self, slots: Tensor, context: Tensor, slot_rope: Rotation, key_rope: Rotation, mask: Tensor) -> Tensor:
-        slots = slots + self.self_attn(self.input_layernorm(slots), context, slot_rope, key_rope, mask)
+    def forward(
+        self, slots: Tensor, context: Tensor, slot_rope: Rotation, key_rope: Rotation, mask: Tensor
+    ) -> Tensor:
+        slots = slots + self.self_attn(
+            self.input_layernorm(slots), context, slot_rope, key_rope, mask
+        )
         return slots + self.mlp(self.post_attention_layernorm(slots))  # type: ignore[no-any-return]
 
 
 class DFlashDraft(nn.Module):
-    """Parameters carry the public checkpoint names; embedding and LM head are the target's and are not part of the draft."""
+    """Parameters carry the public checkpoint names; embedding and LM head are the target's and are
+    not part of the draft.
+    """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
@@ -101,16 +116,30 @@ class DFlashDraft(nn.Module):
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
         self.norm = RMSNorm(shape.hidden, shape.eps)
 
-    def forward(self, features: Tensor, slot_embeds: Tensor, slot_positions: Tensor, masks: Sequence[Tensor]) -> Tensor:
-        """features [b, C, n*h]; slot_embeds [b, M, h]; slot_positions [b, M] int64; masks: one [b, 1, M, C+M] bool per layer (True = visible).
-        Returns [b, M, h] after the final norm."""
+    def forward(
+        self, features: Tensor, slot_embeds: Tensor, slot_positions: Tensor, masks: Sequence[Tensor]
+    ) -> Tensor:
+        """features [b, C, n*h]; slot_embeds [b, M, h]; slot_positions [b, M] int64; masks: one [b,
+        1, M, C+M] bool per layer (True = visible). Returns [b, M, h] after the final norm.
+        """
         context = self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
-        context_positions = torch.arange(features.shape[1], device=features.device).expand(features.shape[0], -1)
-        key_rope = rotation(torch.cat((context_positions, slot_positions), dim=1), self.shape.head_dim, self.shape.theta, context.dtype)
+        context_positions = torch.arange(features.shape[1], device=features.device).expand(
+            features.shape[0], -1
+        )
+        key_rope = rotation(
+            torch.cat((context_positions, slot_positions), dim=1),
+            self.shape.head_dim,
+            self.shape.theta,
+            context.dtype,
+        )
         count = slot_positions.shape[1]
         slot_rope = (key_rope[0][:, :, -count:], key_rope[1][:, :, -count:])
         slots = slot_embeds.to(context.dtype)
         for layer, mask in zip(self.layers, masks, strict=True):
             args = (slots, context, slot_rope, key_rope, mask)
-            slots = checkpoint(layer, *args, use_reentrant=False) if self.gradient_checkpointing and self.training else layer(*args)
+            slots = (
+                checkpoint(layer, *args, use_reentrant=False)
+                if self.gradient_checkpointing and self.training
+                else layer(*args)
+            )
         return self.norm(slots)  # type: ignore[no-any-return]

@@ -1,4 +1,6 @@
-"""Positions and visibility of replayed blocks: exactly what each slot saw when the engine drafted it."""
+"""Positions and visibility of replayed blocks: exactly what each slot saw when the engine drafted
+it.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,15 @@ def slot_positions(layout: Layout) -> Tensor:
     return (layout.anchors.unsqueeze(-1) + offsets).flatten(1)
 
 
-def visibility(layout: Layout, context_len: int, window: int | None = None, causal: bool = False) -> Tensor:
+def visibility(
+    layout: Layout, context_len: int, window: int | None = None, causal: bool = False
+) -> Tensor:
     """Mask [b, 1, N*B, context_len + N*B], True = visible.
 
-    A slot sees the context strictly before its anchor (the anchor's own features do not exist yet when the block is drafted) and every slot of
-    its own block, never another block. Slots of padded blocks see their own block only, so that no row is empty.
-    window W: only context at most W - 1 positions behind the slot. causal: of its own block only the slots up to itself.
+    A slot sees the context strictly before its anchor (the anchor's own features do not exist yet
+    when the block is drafted) and every slot of its own block, never another block. Slots of padded
+    blocks see their own block only, so that no row is empty. window W: only context at most W - 1
+    positions behind the slot. causal: of its own block only the slots up to itself.
     """
     size, device = layout.block_size, layout.anchors.device
     blocks = layout.anchors.shape[1]

@@ -1,4 +1,6 @@
-"""DSpark config.json: flat keys of public checkpoints, read as a DFlash draft with a Markov head."""
+"""DSpark config.json: flat keys of public checkpoints, read as a DFlash draft with
+a Markov head.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,19 @@ _RANK = 256
 
 def as_dflash(config: Mapping[str, Any]) -> dict[str, Any]:
     """The DFlash config.json of the same backbone."""
-    inner = {"target_layer_ids": config.get("target_layer_ids"), "mask_token_id": config.get("mask_token_id")}
+    inner = {
+        "target_layer_ids": config.get("target_layer_ids"),
+        "mask_token_id": config.get("mask_token_id"),
+    }
     return {**config, "architectures": ["DFlashDraftModel"], "dflash_config": inner}
 
 
-def derive_config(target: PretrainedConfig, draft: DraftConfig, num_speculative_tokens: int) -> dict[str, Any]:
-    """config.json of a new draft that fits `target`: one slot per proposal, the anchor's the first of them."""
+def derive_config(
+    target: PretrainedConfig, draft: DraftConfig, num_speculative_tokens: int
+) -> dict[str, Any]:
+    """config.json of a new draft that fits `target`: one slot per proposal, the anchor's the first
+    of them.
+    """
     config = dflash_config.derive_config(target, draft, num_speculative_tokens)
     inner = config.pop("dflash_config")
     return {
@@ -43,10 +52,19 @@ def derive_config(target: PretrainedConfig, draft: DraftConfig, num_speculative_
 def check(config: Mapping[str, Any], target: PretrainedConfig, num_speculative_tokens: int) -> None:
     """See DraftFamily.check."""
     if ARCHITECTURE not in (config.get("architectures") or []):
-        raise ConfigError(f"the draft's architectures={config.get('architectures')} is not supported; {ARCHITECTURE} is")
-    absent = [name for name in ("markov_rank", "block_size", "mask_token_id", "target_layer_ids") if not config.get(name)]
+        raise ConfigError(
+            f"the draft's architectures={config.get('architectures')} is not supported; "
+            f"{ARCHITECTURE} is"
+        )
+    absent = [
+        name
+        for name in ("markov_rank", "block_size", "mask_token_id", "target_layer_ids")
+        if not config.get(name)
+    ]
     if absent:
-        raise ConfigError(f"the draft's config.json has no {', '.join(absent)}: is it a DSpark draft?")
+        raise ConfigError(
+            f"the draft's config.json has no {', '.join(absent)}: is it a DSpark draft?"
+        )
     changes: dict[str, tuple[Any, tuple[Any, ...]]] = {
         "markov_head_type": (config.get("markov_head_type"), (None, "vanilla")),
         "sample_from_anchor": (config.get("sample_from_anchor"), (None, True)),
@@ -56,31 +74,59 @@ def check(config: Mapping[str, Any], target: PretrainedConfig, num_speculative_t
     wrong = [f"{name}={value!r}" for name, (value, same) in changes.items() if value not in same]
     if wrong:
         raise ConfigError(
-            f"this DSpark draft has {', '.join(wrong)}, which training does not support: it would not replay what the engine drafts"
+            f"this DSpark draft has {', '.join(wrong)}, which training does not support: it would "
+            "not replay what the engine drafts"
         )
     block = int(config["block_size"])
     if num_speculative_tokens > block:
         raise ConfigError(
-            f"rollout.num_speculative_tokens={num_speculative_tokens} exceeds the {block} proposals of this draft (block_size)"
+            f"rollout.num_speculative_tokens={num_speculative_tokens} exceeds the {block} "
+            "proposals of this draft (block_size)"
         )
     # the engine queries exactly K slots, so a shorter block is a block of its own
-    dflash_config.check({**as_dflash(config), "block_size": num_speculative_tokens + 1}, target, num_speculative_tokens, False)
+    dflash_config.check(
+        {**as_dflash(config), "block_size": num_speculative_tokens + 1},
+        target,
+        num_speculative_tokens,
+        False,
+    )
 
 
-_HEADS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+_HEADS = (
+    "markov_rank",
+    "markov_head_type",
+    "enable_confidence_head",
+    "confidence_head_with_markov",
+)
 
 
 def to_speculators(config: Mapping[str, Any], use: Use) -> dict[str, Any]:
     """The same draft as a speculators file."""
     backbone = {
-        key: value for key, value in config.items() if key not in (*_HEADS, "target_layer_ids", "mask_token_id", "sample_from_anchor")
+        key: value
+        for key, value in config.items()
+        if key not in (*_HEADS, "target_layer_ids", "mask_token_id", "sample_from_anchor")
     }
     whole = dflash_config.to_speculators({**as_dflash(config), "architectures": None}, use)
-    network = {key: value for key, value in whole["transformer_layer_config"].items() if key in backbone}
-    network["is_causal"] = dflash_config.layer_attention(as_dflash(config))[0][1]  # vLLM reads no causality of DSpark from anywhere else
-    kept = {key: whole[key] for key in ("mask_token_id", "aux_hidden_state_layer_ids", "draft_vocab_size")}
-    own = {**kept, "architectures": [ARCHITECTURE], "block_size": config["block_size"], "sample_from_anchor": True}
-    return readers.to_speculators("dspark", network, use, own | {key: config[key] for key in _HEADS if key in config})
+    network = {
+        key: value for key, value in whole["transformer_layer_config"].items() if key in backbone
+    }
+    network["is_causal"] = dflash_config.layer_attention(as_dflash(config))[0][
+        1
+    ]  # vLLM reads no causality of DSpark from anywhere else
+    kept = {
+        key: whole[key]
+        for key in ("mask_token_id", "aux_hidden_state_layer_ids", "draft_vocab_size")
+    }
+    own = {
+        **kept,
+        "architectures": [ARCHITECTURE],
+        "block_size": config["block_size"],
+        "sample_from_anchor": True,
+    }
+    return readers.to_speculators(
+        "dspark", network, use, own | {key: config[key] for key in _HEADS if key in config}
+    )
 
 
 def from_speculators(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,8 +135,22 @@ def from_speculators(config: Mapping[str, Any]) -> dict[str, Any]:
     if parts is None:
         return dict(config)
     network, own = parts
-    kept = {key: own[key] for key in (*_HEADS, "block_size", "mask_token_id", "target_hidden_size", "draft_vocab_size") if key in own}
+    kept = {
+        key: own[key]
+        for key in (
+            *_HEADS,
+            "block_size",
+            "mask_token_id",
+            "target_hidden_size",
+            "draft_vocab_size",
+        )
+        if key in own
+    }
     ids = [int(i) - 1 for i in own.get("aux_hidden_state_layer_ids") or []]
     anchored = bool(own.get("sample_from_anchor", False))
-    extra = {"target_layer_ids": ids, "sample_from_anchor": anchored, "dspark_bonus_anchor": not anchored}
+    extra = {
+        "target_layer_ids": ids,
+        "sample_from_anchor": anchored,
+        "dspark_bonus_anchor": not anchored,
+    }
     return {**network, **kept, **extra, "architectures": [ARCHITECTURE]}

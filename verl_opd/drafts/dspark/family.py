@@ -31,14 +31,20 @@ class DSpark:
     chained = True
     v2_runner = True
 
-    def derive_config(self, target: PretrainedConfig, draft: DraftConfig, num_speculative_tokens: int) -> dict[str, Any]:
+    def derive_config(
+        self, target: PretrainedConfig, draft: DraftConfig, num_speculative_tokens: int
+    ) -> dict[str, Any]:
         return dspark_config.derive_config(target, draft, num_speculative_tokens)
 
     def load_config(self, path: str, target: PretrainedConfig | None = None) -> dict[str, Any]:
         return dspark_config.from_speculators(files.read_config(path))
 
     def check(
-        self, config: Mapping[str, Any], target: PretrainedConfig, num_speculative_tokens: int, allow_block_size_mismatch: bool
+        self,
+        config: Mapping[str, Any],
+        target: PretrainedConfig,
+        num_speculative_tokens: int,
+        allow_block_size_mismatch: bool,
     ) -> None:
         dspark_config.check(config, target, num_speculative_tokens)
 
@@ -53,7 +59,8 @@ class DSpark:
 
     def with_block(self, config: Mapping[str, Any], size: int) -> dict[str, Any]:
         raise ConfigError(
-            f"draft.block_size={size}: blocks of this family are as long as rollout.num_speculative_tokens; leave the key out"
+            f"draft.block_size={size}: blocks of this family are as long as "
+            "rollout.num_speculative_tokens; leave the key out"
         )
 
     def build(self, config: Mapping[str, Any], *, seed: int, init_std: float) -> nn.Module:
@@ -61,22 +68,38 @@ class DSpark:
         random_init(draft, seed, init_std)
         return draft
 
-    def load_weights(self, draft: nn.Module, path: str, frozen: Mapping[str, Tensor] | None = None) -> None:
+    def load_weights(
+        self, draft: nn.Module, path: str, frozen: Mapping[str, Tensor] | None = None
+    ) -> None:
         files.load_into(draft, path, frozen, ("embed_tokens.weight", "lm_head.weight"))
 
     def shard_units(self, draft: nn.Module) -> list[nn.Module]:
         return list(cast(DSparkDraft, draft).layers)
 
-    def inputs(self, config: Mapping[str, Any], embed: Callable[[Tensor], Tensor], layout: Layout) -> Tensor:
+    def inputs(
+        self, config: Mapping[str, Any], embed: Callable[[Tensor], Tensor], layout: Layout
+    ) -> Tensor:
         """Embeddings [b, N, K, h]: the anchor token, then mask tokens; one slot per proposal."""
-        return masked_block_embeds(embed, self.mask_token_id(config), layout.block_tokens[:, :, 0], layout.block_size - 1)
+        return masked_block_embeds(
+            embed, self.mask_token_id(config), layout.block_tokens[:, :, 0], layout.block_size - 1
+        )
 
     def replay(self, draft: nn.Module, features: Tensor, inputs: Tensor, layout: Layout) -> Tensor:
-        """The engine's slot i, at position anchor + i, predicts anchor + 1 + i: it becomes slot i + 1 of a layout whose slots stand where they predict."""
+        """The engine's slot i, at position anchor + i, predicts anchor + 1 + i: it becomes slot i +
+        1 of a layout whose slots stand where they predict.
+        """
         module, slots = cast(DSparkDraft, draft), replace(layout, block_size=layout.block_size - 1)
-        masks = {kind: visibility(slots, features.shape[1], *kind) for kind in set(module.attention)}
+        masks = {
+            kind: visibility(slots, features.shape[1], *kind) for kind in set(module.attention)
+        }
         before = layout.block_tokens[:, :, :-1].flatten(1)
-        hidden = module(features, inputs.flatten(1, 2), slot_positions(slots), [masks[kind] for kind in module.attention], before)
+        hidden = module(
+            features,
+            inputs.flatten(1, 2),
+            slot_positions(slots),
+            [masks[kind] for kind in module.attention],
+            before,
+        )
         shifted = hidden.unflatten(1, (-1, slots.block_size))
         return torch.cat((torch.zeros_like(shifted[:, :, :1]), shifted), dim=2).flatten(1, 2)
 
@@ -91,10 +114,16 @@ class DSpark:
     def vocabulary(self, config: Mapping[str, Any], path: str | None) -> None:
         return None
 
-    def for_reader(self, config: Mapping[str, Any], reader: str, use: Use) -> tuple[dict[str, Any], Callable[[str], str]]:
+    def for_reader(
+        self, config: Mapping[str, Any], reader: str, use: Use
+    ) -> tuple[dict[str, Any], Callable[[str], str]]:
         if reader == "sglang":
             raise ConfigError("SGLang does not draft with DSpark: use --reader vllm or speculators")
-        return dspark_config.to_speculators(config, use) if reader == "speculators" else dict(config), str
+        return dspark_config.to_speculators(config, use) if reader == "speculators" else dict(
+            config
+        ), str
 
-    def save_pretrained(self, state: Mapping[str, Tensor], config: Mapping[str, Any], path: Path) -> None:
+    def save_pretrained(
+        self, state: Mapping[str, Tensor], config: Mapping[str, Any], path: Path
+    ) -> None:
         files.write_draft(state, config, path)

@@ -1,4 +1,6 @@
-"""The DSpark draft network: DFlash's backbone, and a Markov head that sees the token before each slot."""
+"""The DSpark draft network: DFlash's backbone, and a Markov head that sees the token before each
+slot.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,10 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """How likely a proposal is to be accepted, from the slot's hidden state, and the Markov embedding where `width` has room for it (vLLM
-    DSparkConfidenceHead). It learns from what the backbone shows it and does not pull the backbone: its input is detached."""
+    """How likely a proposal is to be accepted, from the slot's hidden state, and the Markov
+    embedding where `width` has room for it (vLLM DSparkConfidenceHead). It learns from what the
+    backbone shows it and does not pull the backbone: its input is detached.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -32,7 +36,9 @@ class ConfidenceHead(nn.Module):
     def forward(self, states: Tensor) -> Tensor:
         """states [M, h + r], as DSparkDraft.forward returns them -> logits [M] float32."""
         weight, bias = self.proj.weight.float(), self.proj.bias.float()
-        return nn.functional.linear(states.detach()[:, : weight.shape[1]].float(), weight, bias).squeeze(-1)
+        return nn.functional.linear(
+            states.detach()[:, : weight.shape[1]].float(), weight, bias
+        ).squeeze(-1)
 
 
 class DSparkDraft(DFlashDraft):
@@ -46,9 +52,16 @@ class DSparkDraft(DFlashDraft):
             self.confidence_head = ConfidenceHead(config["hidden_size"] + rank)
 
     def forward(  # type: ignore[override]
-        self, features: Tensor, slot_embeds: Tensor, slot_positions: Tensor, masks: Sequence[Tensor], before: Tensor
+        self,
+        features: Tensor,
+        slot_embeds: Tensor,
+        slot_positions: Tensor,
+        masks: Sequence[Tensor],
+        before: Tensor,
     ) -> Tensor:
-        """As DFlashDraft.forward, with the token ids [b, M] before each predicted one. Returns [b, M, h + r]: the slot's hidden state and the Markov
-        embedding, so that one head [V, h + r] gives logits and bias at once."""
+        """As DFlashDraft.forward, with the token ids [b, M] before each predicted one. Returns [b,
+        M, h + r]: the slot's hidden state and the Markov embedding, so that one head [V, h + r]
+        gives logits and bias at once.
+        """
         hidden = super().forward(features, slot_embeds, slot_positions, masks)
         return torch.cat((hidden, self.markov_head.markov_w1(before).to(hidden.dtype)), dim=-1)

@@ -1,4 +1,6 @@
-"""EAGLE-3: one decoder layer that drafts token after token from three target layers (arXiv 2503.01840), with the EAGLE-3.1 switches."""
+"""EAGLE-3: one decoder layer that drafts token after token from three target layers (arXiv
+2503.01840), with the EAGLE-3.1 switches.
+"""
 
 from verl_opd.drafts.eagle3.family import Eagle3
 

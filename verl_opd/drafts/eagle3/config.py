@@ -1,4 +1,6 @@
-"""EAGLE-3 config.json: read public ones, derive new ones, refuse what replay would not reproduce."""
+"""EAGLE-3 config.json: read public ones, derive new ones, refuse what replay would
+not reproduce.
+"""
 
 from __future__ import annotations
 
@@ -26,22 +28,37 @@ _REQUIRED = (
 
 
 def default_layer_ids(num_layers: int) -> list[int]:
-    """Outputs of an early, the middle and a late layer: vLLM's aux states 2, L/2 and L-3 (get_eagle3_default_aux_hidden_state_layers)."""
+    """Outputs of an early, the middle and a late layer: vLLM's aux states 2, L/2 and L-3
+    (get_eagle3_default_aux_hidden_state_layers).
+    """
     return [1, num_layers // 2 - 1, num_layers - 4]
 
 
 def derive_config(target: PretrainedConfig, draft: DraftConfig) -> dict[str, Any]:
-    """config.json of a new one-layer draft that fits `target`, over the target's whole vocabulary."""
+    """config.json of a new one-layer draft that fits `target`, over the target's
+    whole vocabulary.
+    """
     if draft.num_hidden_layers not in (None, 1):
-        raise ConfigError(f"draft.num_hidden_layers={draft.num_hidden_layers}: an EAGLE-3 draft has one layer; leave the key out")
+        raise ConfigError(
+            f"draft.num_hidden_layers={draft.num_hidden_layers}: an EAGLE-3 draft has one layer; "
+            "leave the key out"
+        )
     if draft.mask_token_id is not None:
-        raise ConfigError(f"draft.mask_token_id={draft.mask_token_id}: EAGLE-3 drafts token after token and has no mask; leave the key out")
+        raise ConfigError(
+            f"draft.mask_token_id={draft.mask_token_id}: EAGLE-3 drafts token after token and has "
+            "no mask; leave the key out"
+        )
     if draft.block_size is not None:
         raise ConfigError(
-            f"draft.block_size={draft.block_size}: an EAGLE-3 block is as long as rollout.num_speculative_tokens; leave the key out"
+            f"draft.block_size={draft.block_size}: an EAGLE-3 block is as long as "
+            "rollout.num_speculative_tokens; leave the key out"
         )
     heads, layers = target.num_attention_heads, target.num_hidden_layers
-    ids = list(draft.target_layer_ids) if draft.target_layer_ids is not None else default_layer_ids(layers)
+    ids = (
+        list(draft.target_layer_ids)
+        if draft.target_layer_ids is not None
+        else default_layer_ids(layers)
+    )
     return {
         "architectures": [ARCHITECTURE],
         "model_type": "llama",
@@ -72,13 +89,20 @@ def derive_config(target: PretrainedConfig, draft: DraftConfig) -> dict[str, Any
 
 
 def target_layer_ids(config: Mapping[str, Any]) -> list[int]:
-    """0-based layers whose outputs the draft reads, in the engine's order; public drafts that name none mean the default three."""
-    named = config.get("eagle_aux_hidden_state_layer_ids") or (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    """0-based layers whose outputs the draft reads, in the engine's order; public drafts that name
+    none mean the default three.
+    """
+    named = config.get("eagle_aux_hidden_state_layer_ids") or (
+        config.get("eagle_config") or {}
+    ).get("eagle_aux_hidden_state_layer_ids")
     if named:
         return [int(i) - 1 for i in named]
     count = config.get("num_target_layers")
     if count is None:
-        raise ConfigError("the draft's config.json names neither eagle_aux_hidden_state_layer_ids nor num_target_layers: add one of them")
+        raise ConfigError(
+            "the draft's config.json names neither eagle_aux_hidden_state_layer_ids nor "
+            "num_target_layers: add one of them"
+        )
     return default_layer_ids(int(count))
 
 
@@ -94,27 +118,40 @@ def check(config: Mapping[str, Any], target: PretrainedConfig) -> None:
     """See DraftFamily.check."""
     absent = [name for name in _REQUIRED if config.get(name) is None]
     if absent:
-        raise ConfigError(f"the draft's config.json has no {', '.join(absent)}: is it an EAGLE-3 draft?")
+        raise ConfigError(
+            f"the draft's config.json has no {', '.join(absent)}: is it an EAGLE-3 draft?"
+        )
     _check_supported(config)
     files.check_sizes(config, target)
     size = config.get("draft_vocab_size")
     if size is not None and not (isinstance(size, int) and 0 < size <= config["vocab_size"]):
-        raise ConfigError(f"draft_vocab_size={size!r} must be a whole number from 1 to vocab_size={config['vocab_size']}")
+        raise ConfigError(
+            f"draft_vocab_size={size!r} must be a whole number from 1 to "
+            f"vocab_size={config['vocab_size']}"
+        )
     ids, count = target_layer_ids(config), target.num_hidden_layers
     if ids != sorted(set(ids)) or not 0 <= ids[0] <= ids[-1] < count:
         raise ConfigError(
-            f"the draft reads the outputs of target layers {ids} (eagle_aux_hidden_state_layer_ids - 1): they must be ascending, distinct "
+            f"the draft reads the outputs of target layers {ids} (eagle_aux_hidden_state_layer_ids "
+            "- 1): they must be ascending, distinct "
             f"layers in 0..{count - 1}"
         )
 
 
 def _check_supported(config: Mapping[str, Any]) -> None:
-    """Variants that the engine drafts with and this replay does not reproduce are refused, not approximated."""
+    """Variants that the engine drafts with and this replay does not reproduce are refused, not
+    approximated.
+    """
     if ARCHITECTURE not in (config.get("architectures") or []):
-        raise ConfigError(f"the draft's architectures={config.get('architectures')} is not supported; {ARCHITECTURE} is")
+        raise ConfigError(
+            f"the draft's architectures={config.get('architectures')} is not supported; "
+            f"{ARCHITECTURE} is"
+        )
     found = files.rope_settings(config, "draft")
     eagle = config.get("eagle_config") or {}
-    changes: dict[str, tuple[Any, tuple[Any, ...]]] = {  # key -> (value, values under which the network is the one replayed here)
+    changes: dict[
+        str, tuple[Any, tuple[Any, ...]]
+    ] = {  # key -> (value, values under which the network is the one replayed here)
         **{key: (value, (None,)) for key, value in found["extra"].items()},
         "rope_type": (found["rope_type"], ("default",)),
         "num_hidden_layers": (config["num_hidden_layers"], (1,)),
@@ -122,7 +159,10 @@ def _check_supported(config: Mapping[str, Any]) -> None:
         "mlp_bias": (config.get("mlp_bias"), (None, False)),
         "hidden_act": (config.get("hidden_act"), (None, "silu")),
         "logit_scale": (config.get("logit_scale"), (None, 1)),
-        "norm_before_fc": (eagle.get("norm_before_fc", config.get("norm_before_fc")), (None, False)),
+        "norm_before_fc": (
+            eagle.get("norm_before_fc", config.get("norm_before_fc")),
+            (None, False),
+        ),
         "use_aux_hidden_state": (eagle.get("use_aux_hidden_state"), (None, True)),
         "target_hidden_size": (config.get("target_hidden_size"), (None, config["hidden_size"])),
         "parallel_drafting": (config.get("parallel_drafting"), (None, False)),
@@ -131,17 +171,28 @@ def _check_supported(config: Mapping[str, Any]) -> None:
     wrong = [f"{name}={value!r}" for name, (value, same) in changes.items() if value not in same]
     if wrong:
         raise ConfigError(
-            f"this EAGLE-3 draft has {', '.join(wrong)}, which training does not support: it would not replay what the engine drafts"
+            f"this EAGLE-3 draft has {', '.join(wrong)}, which training does not support: it would "
+            "not replay what the engine drafts"
         )
 
 
 _SWITCHES = ("norm_before_residual", "fc_norm", "norm_output")
-_OWN = (*_SWITCHES, "architectures", "num_target_layers", "num_aux_hidden_states", "draft_vocab_size", "target_hidden_size", "eagle_config")
+_OWN = (
+    *_SWITCHES,
+    "architectures",
+    "num_target_layers",
+    "num_aux_hidden_states",
+    "draft_vocab_size",
+    "target_hidden_size",
+    "eagle_config",
+)
 _IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 def to_speculators(config: Mapping[str, Any], use: Use) -> dict[str, Any]:
-    """The same draft as a speculators file, its switches written down: the file format has defaults of its own."""
+    """The same draft as a speculators file, its switches written down: the file format has defaults
+    of its own.
+    """
     network = {key: value for key, value in config.items() if key not in (*_OWN, _IDS)}
     own = {
         "architectures": ["Eagle3Speculator"],
@@ -160,18 +211,23 @@ def from_speculators(config: Mapping[str, Any]) -> dict[str, Any]:
         return dict(config)
     network, own = parts
     kept = {
-        key: own[key] for key in (*_SWITCHES, "norm_before_fc", "draft_vocab_size", "target_hidden_size", _IDS) if own.get(key) is not None
+        key: own[key]
+        for key in (*_SWITCHES, "norm_before_fc", "draft_vocab_size", "target_hidden_size", _IDS)
+        if own.get(key) is not None
     }
     kept.setdefault("norm_before_residual", True)  # the default of vLLM's reader (update_eagle3)
     return {**network, **kept, "architectures": [ARCHITECTURE]}
 
 
 def to_sglang(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same draft for SGLang, which reads layer ids from eagle_config and adds one itself. ConfigError for switches that it would not notice."""
+    """The same draft for SGLang, which reads layer ids from eagle_config and adds one itself.
+    ConfigError for switches that it would not notice.
+    """
     on = [name for name in _SWITCHES if config.get(name)]
     if on:
         raise ConfigError(
-            f"this EAGLE-3 draft has {', '.join(on)} switched on, which SGLang does not read: use --reader vllm or speculators"
+            f"this EAGLE-3 draft has {', '.join(on)} switched on, which SGLang does not read: use "
+            "--reader vllm or speculators"
         )
     rest = {key: value for key, value in config.items() if key != _IDS}
     return {**rest, "eagle_config": {"use_aux_hidden_state": True, _IDS: target_layer_ids(config)}}

@@ -31,7 +31,9 @@ class Eagle3:
     chained = True
     v2_runner = False
 
-    def derive_config(self, target: PretrainedConfig, draft: DraftConfig, num_speculative_tokens: int) -> dict[str, Any]:
+    def derive_config(
+        self, target: PretrainedConfig, draft: DraftConfig, num_speculative_tokens: int
+    ) -> dict[str, Any]:
         return eagle3_config.derive_config(target, draft)
 
     def load_config(self, path: str, target: PretrainedConfig | None = None) -> dict[str, Any]:
@@ -41,7 +43,11 @@ class Eagle3:
         return config
 
     def check(
-        self, config: Mapping[str, Any], target: PretrainedConfig, num_speculative_tokens: int, allow_block_size_mismatch: bool
+        self,
+        config: Mapping[str, Any],
+        target: PretrainedConfig,
+        num_speculative_tokens: int,
+        allow_block_size_mismatch: bool,
     ) -> None:
         eagle3_config.check(config, target)
 
@@ -56,7 +62,8 @@ class Eagle3:
 
     def with_block(self, config: Mapping[str, Any], size: int) -> dict[str, Any]:
         raise ConfigError(
-            f"draft.block_size={size}: blocks of this family are as long as rollout.num_speculative_tokens; leave the key out"
+            f"draft.block_size={size}: blocks of this family are as long as "
+            "rollout.num_speculative_tokens; leave the key out"
         )
 
     def build(self, config: Mapping[str, Any], *, seed: int, init_std: float) -> nn.Module:
@@ -64,29 +71,55 @@ class Eagle3:
         random_init(draft, seed, init_std)
         return draft
 
-    def load_weights(self, draft: nn.Module, path: str, frozen: Mapping[str, Tensor] | None = None) -> None:
-        files.load_into(draft, path, frozen, ("embed_tokens.weight",), lambda name: name.replace(_PUBLIC, "midlayer.", 1))
+    def load_weights(
+        self, draft: nn.Module, path: str, frozen: Mapping[str, Tensor] | None = None
+    ) -> None:
+        files.load_into(
+            draft,
+            path,
+            frozen,
+            ("embed_tokens.weight",),
+            lambda name: name.replace(_PUBLIC, "midlayer.", 1),
+        )
 
     def shard_units(self, draft: nn.Module) -> list[nn.Module]:
         return []  # one layer and its head: the root is the unit
 
-    def inputs(self, config: Mapping[str, Any], embed: Callable[[Tensor], Tensor], layout: Layout) -> tuple[Tensor, Tensor]:
-        """(embeddings of the token after each context row [b, C, h], of each block's anchor and proposals [b, N, B-1, h])."""
+    def inputs(
+        self, config: Mapping[str, Any], embed: Callable[[Tensor], Tensor], layout: Layout
+    ) -> tuple[Tensor, Tensor]:
+        """(embeddings of the token after each context row [b, C, h], of each block's anchor and
+        proposals [b, N, B-1, h]).
+        """
         count = layout.context_len
         return embed(layout.input_ids[:, 1 : count + 1]), embed(layout.block_tokens[:, :, :-1])
 
-    def replay(self, draft: nn.Module, features: Tensor, inputs: tuple[Tensor, Tensor], layout: Layout) -> Tensor:
+    def replay(
+        self, draft: nn.Module, features: Tensor, inputs: tuple[Tensor, Tensor], layout: Layout
+    ) -> Tensor:
         if bool(((layout.anchors == 0) & layout.block_keep).any()):
-            raise ValueError("EAGLE-3 drafts from the token before the anchor: a block anchored at position 0 has none")
+            raise ValueError(
+                "EAGLE-3 drafts from the token before the anchor: a block anchored at position 0 "
+                "has none"
+            )
         context, blocks = inputs
-        if features.shape[1] == 0:  # nothing is supervised: a context of one row keeps every weight in the graph
-            features, context = features.new_zeros(features.shape[0], 1, features.shape[2]), blocks[:, 0, :1]
+        if (
+            features.shape[1] == 0
+        ):  # nothing is supervised: a context of one row keeps every weight in the graph
+            features, context = (
+                features.new_zeros(features.shape[0], 1, features.shape[2]),
+                blocks[:, 0, :1],
+            )
         hidden: Tensor = draft(features, context, blocks, layout.anchors)
         return hidden.flatten(1, 2)
 
     def own_head(self, draft: nn.Module, target_head: Tensor) -> OwnHead:
         module = cast(Eagle3Draft, draft)
-        vocabulary = Vocabulary(module.d2t + torch.arange(len(module.d2t), device=module.d2t.device)) if hasattr(module, "d2t") else None
+        vocabulary = (
+            Vocabulary(module.d2t + torch.arange(len(module.d2t), device=module.d2t.device))
+            if hasattr(module, "d2t")
+            else None
+        )
         return OwnHead(module.lm_head.weight, vocabulary)
 
     def confidence(self, draft: nn.Module) -> None:
@@ -96,19 +129,31 @@ class Eagle3:
         if eagle3_config.draft_vocab_size(config) == config["vocab_size"]:
             return None
         if path is None:
-            raise ConfigError("a draft vocabulary smaller than the target's comes with a draft: name its directory as draft.path")
+            raise ConfigError(
+                "a draft vocabulary smaller than the target's comes with a draft: name its "
+                "directory as draft.path"
+            )
         d2t = files.read_weights(path).get("d2t")
         if d2t is None:
             raise ConfigError(
-                f"draft.path={path}: draft_vocab_size={eagle3_config.draft_vocab_size(config)} needs the tensor d2t, which is missing"
+                f"draft.path={path}: draft_vocab_size={eagle3_config.draft_vocab_size(config)} "
+                "needs the tensor d2t, which is missing"
             )
         return Vocabulary(d2t + torch.arange(len(d2t)))
 
-    def for_reader(self, config: Mapping[str, Any], reader: str, use: Use) -> tuple[dict[str, Any], Callable[[str], str]]:
-        """SGLang's older releases know the layer as midlayer only and skip other names without a word; speculators files call it layers.0."""
+    def for_reader(
+        self, config: Mapping[str, Any], reader: str, use: Use
+    ) -> tuple[dict[str, Any], Callable[[str], str]]:
+        """SGLang's older releases know the layer as midlayer only and skip other names without a
+        word; speculators files call it layers.0.
+        """
         if reader == "speculators":
-            return eagle3_config.to_speculators(config, use), lambda name: name.replace("midlayer.", _PUBLIC, 1)
+            return eagle3_config.to_speculators(config, use), lambda name: name.replace(
+                "midlayer.", _PUBLIC, 1
+            )
         return eagle3_config.to_sglang(config) if reader == "sglang" else dict(config), str
 
-    def save_pretrained(self, state: Mapping[str, Tensor], config: Mapping[str, Any], path: Path) -> None:
+    def save_pretrained(
+        self, state: Mapping[str, Tensor], config: Mapping[str, Any], path: Path
+    ) -> None:
         files.write_draft(state, config, path)

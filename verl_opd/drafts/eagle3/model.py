@@ -1,4 +1,6 @@
-"""The EAGLE-3 draft network: one decoder layer over [embedding of the next token ; hidden state], unrolled along each drafted chain."""
+"""The EAGLE-3 draft network: one decoder layer over [embedding of the next token ; hidden state],
+unrolled along each drafted chain.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from verl_opd.drafts.layers import MLP, RMSNorm, Rotation, rotate, rotation
 
 
 class Attention(nn.Module):
-    """Attention whose input is twice as wide as its output (vLLM llama_eagle3.LlamaDecoderLayer)."""
+    """Attention whose input is twice as wide as its output (vLLM
+    llama_eagle3.LlamaDecoderLayer).
+    """
 
     def __init__(self, hidden: int, heads: int, kv_heads: int, size: int) -> None:
         super().__init__()
@@ -28,7 +32,10 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor, rope_tables: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v [b, heads, L, head_dim] of x [b, L, 2h]; k and v repeated to all heads."""
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (self.q_proj(x), self.k_proj(x), self.v_proj(x)))
+        q, k, v = (
+            part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for part in (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        )
         groups = self.heads // self.kv_heads
         k = rotate(k, rope_tables).repeat_interleave(groups, dim=1)
         return rotate(q, rope_tables), k, v.repeat_interleave(groups, dim=1)
@@ -44,14 +51,18 @@ class Midlayer(nn.Module):
         self.norm_before_residual = bool(config.get("norm_before_residual"))
         self.input_layernorm = RMSNorm(hidden, eps)
         self.hidden_norm = RMSNorm(hidden, eps)
-        self.self_attn = Attention(hidden, config["num_attention_heads"], config["num_key_value_heads"], head_dim(config))
+        self.self_attn = Attention(
+            hidden, config["num_attention_heads"], config["num_key_value_heads"], head_dim(config)
+        )
         self.post_attention_layernorm = RMSNorm(hidden, eps)
         self.mlp = MLP(hidden, config["intermediate_size"])
 
     def enter(self, embeds: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """(attention input [.., 2h], residual [.., h])."""
         normed = self.hidden_norm(hidden)
-        return torch.cat((self.input_layernorm(embeds), normed), dim=-1), normed if self.norm_before_residual else hidden
+        return torch.cat(
+            (self.input_layernorm(embeds), normed), dim=-1
+        ), normed if self.norm_before_residual else hidden
 
     def leave(self, attended: Tensor, residual: Tensor) -> Tensor:
         x = residual + attended
@@ -59,15 +70,24 @@ class Midlayer(nn.Module):
 
 
 class Eagle3Draft(nn.Module):
-    """Parameters carry the public checkpoint names; the embedding is the target's. d2t [Vd]: target id - draft id; t2d [V]: proposable."""
+    """Parameters carry the public checkpoint names; the embedding is the target's. d2t [Vd]: target
+    id - draft id; t2d [V]: proposable.
+    """
 
     d2t: Tensor
     t2d: Tensor
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
-        hidden, eps, count = config["hidden_size"], config["rms_norm_eps"], len(target_layer_ids(config))
-        self.head_dim, self.theta = head_dim(config), float(files.rope_settings(config, "draft")["rope_theta"])
+        hidden, eps, count = (
+            config["hidden_size"],
+            config["rms_norm_eps"],
+            len(target_layer_ids(config)),
+        )
+        self.head_dim, self.theta = (
+            head_dim(config),
+            float(files.rope_settings(config, "draft")["rope_theta"]),
+        )
         self.norm_output = bool(config.get("norm_output"))
         self.gradient_checkpointing = False
         self.fc = nn.Linear(count * hidden, hidden, bias=False)
@@ -84,21 +104,31 @@ class Eagle3Draft(nn.Module):
         """[b, C, n*h] -> [b, C, h] (vLLM combine_hidden_states)."""
         if hasattr(self, "fc_norm"):
             parts = features.chunk(len(self.fc_norm), dim=-1)
-            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+            features = torch.cat(
+                [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1
+            )
         return self.fc(features)  # type: ignore[no-any-return]
 
-    def forward(self, features: Tensor, context_embeds: Tensor, block_embeds: Tensor, anchors: Tensor) -> Tensor:
-        """Hidden states [b, N, B, h] after the final norm; slot j predicts the token at anchor + j, slot 0 is zero.
+    def forward(
+        self, features: Tensor, context_embeds: Tensor, block_embeds: Tensor, anchors: Tensor
+    ) -> Tensor:
+        """Hidden states [b, N, B, h] after the final norm; slot j predicts the token at anchor + j,
+        slot 0 is zero.
 
-        features [b, C, n*h]; context_embeds [b, C, h]: row x holds the token at x + 1; block_embeds [b, N, B-1, h]: anchor token, then proposals;
-        anchors [b, N] full-sequence positions F. The first proposal comes from context row F-1; proposal j reads proposal j-1 and the hidden state
-        before it, at position F+j-2, and sees the context rows before F and its own chain.
+        features [b, C, n*h]; context_embeds [b, C, h]: row x holds the token at x + 1; block_embeds
+        [b, N, B-1, h]: anchor token, then proposals; anchors [b, N] full-sequence positions F. The
+        first proposal comes from context row F-1; proposal j reads proposal j-1 and the hidden
+        state before it, at position F+j-2, and sees the context rows before F and its own chain.
         """
         dtype = self.fc.weight.dtype
         context = self.combine(features.to(dtype))
-        positions = torch.arange(features.shape[1], device=features.device).expand(features.shape[0], -1)
+        positions = torch.arange(features.shape[1], device=features.device).expand(
+            features.shape[0], -1
+        )
         x, residual = self.midlayer.enter(context_embeds.to(dtype), context)
-        query, keys, values = self.midlayer.self_attn.project(x, rotation(positions, self.head_dim, self.theta, dtype))
+        query, keys, values = self.midlayer.self_attn.project(
+            x, rotation(positions, self.head_dim, self.theta, dtype)
+        )
         mixed = F.scaled_dot_product_attention(query, keys, values, is_causal=True)
         raw = self.midlayer.leave(self.midlayer.self_attn.out(mixed), residual)
         before = (anchors - 1).clamp(min=0)
@@ -107,9 +137,19 @@ class Eagle3Draft(nn.Module):
         chain: list[Tensor] = []  # keys and values of the links so far, in turn
         slots = [torch.zeros_like(hidden), self.norm(hidden)]
         for step in range(1, block_embeds.shape[2]):
-            link = (hidden, block_embeds[:, :, step].to(dtype), anchors + step - 1, keys, values, visible, *chain)
+            link = (
+                hidden,
+                block_embeds[:, :, step].to(dtype),
+                anchors + step - 1,
+                keys,
+                values,
+                visible,
+                *chain,
+            )
             saving = self.gradient_checkpointing and self.training
-            hidden, key, value = checkpoint(self._step, *link, use_reentrant=False) if saving else self._step(*link)
+            hidden, key, value = (
+                checkpoint(self._step, *link, use_reentrant=False) if saving else self._step(*link)
+            )
             chain += [key, value]
             slots.append(self.norm(hidden))
         return torch.stack(slots, dim=2)
@@ -124,13 +164,21 @@ class Eagle3Draft(nn.Module):
         visible: Tensor,
         *chain: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """One more link of every chain: hidden states [b, N, h], and its key and value [b, heads, N, head_dim]."""
+        """One more link of every chain: hidden states [b, N, h], and its key and value [b, heads,
+        N, head_dim].
+        """
         layer = self.midlayer
         x, residual = layer.enter(embeds, self.norm(hidden) if self.norm_output else hidden)
-        query, key, value = layer.self_attn.project(x, rotation(positions, self.head_dim, self.theta, x.dtype))
+        query, key, value = layer.self_attn.project(
+            x, rotation(positions, self.head_dim, self.theta, x.dtype)
+        )
         own_keys, own_values = [*chain[::2], key], [*chain[1::2], value]
         query = query * self.head_dim**-0.5
-        scores = (query @ keys.transpose(-1, -2)).float().masked_fill(~visible.unsqueeze(1), float("-inf"))
+        scores = (
+            (query @ keys.transpose(-1, -2))
+            .float()
+            .masked_fill(~visible.unsqueeze(1), float("-inf"))
+        )
         own = torch.stack([(query * k).sum(-1) for k in own_keys], dim=-1).float()
         weights = torch.cat((scores, own), dim=-1).softmax(-1).to(x.dtype)
         mixed = weights[..., : keys.shape[2]] @ values

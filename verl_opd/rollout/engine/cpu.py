@@ -1,4 +1,6 @@
-"""What vLLM's CPU engine needs before a draft can be trained in it: weights that can be loaded again, and sampling at a temperature."""
+"""What vLLM's CPU engine needs before a draft can be trained in it: weights that can be loaded
+again, and sampling at a temperature.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,20 @@ _EXPAND = "vllm.v1.sample.rejection_sampler.expand_kernel"
 
 @contextmanager
 def unpacked_linears() -> Iterator[None]:
-    """While active, CPU linear layers and LM heads compute with their plain weight instead of a prepacked copy, so that it can be loaded again.
+    """While active, CPU linear layers and LM heads compute with their plain weight instead of a
+    prepacked copy, so that it can be loaded again.
 
-    Linear layers by the skip flag that vLLM's UnquantizedLinearMethod honours on CPU. A head keeps weight and packed copy side by side, so a load
-    into it would be read back correctly and never used.
+    Linear layers by the skip flag that vLLM's UnquantizedLinearMethod honours on CPU. A head keeps
+    weight and packed copy side by side, so a load into it would be read back correctly and never
+    used.
     """
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-    linear, head = UnquantizedLinearMethod.process_weights_after_loading, UnquantizedEmbeddingMethod.process_weights_after_loading
+    linear, head = (
+        UnquantizedLinearMethod.process_weights_after_loading,
+        UnquantizedEmbeddingMethod.process_weights_after_loading,
+    )
 
     def process_linear(self: Any, layer: nn.Module) -> None:
         layer._cpu_skip_gemm_dispatch = True  # type: ignore[assignment]
@@ -41,7 +48,9 @@ def unpacked_linears() -> Iterator[None]:
 
 
 def keep_drafts_loadable() -> None:
-    """On CPU, make every drafter of this process load its model with `unpacked_linears`; idempotent. The target keeps its fast path."""
+    """On CPU, make every drafter of this process load its model with `unpacked_linears`;
+    idempotent. The target keeps its fast path.
+    """
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -61,20 +70,29 @@ def keep_drafts_loadable() -> None:
 
 
 def expand(
-    output: Tensor, input_val: Tensor, cu_num_tokens: Tensor, replace_from: int, replace_to: int, MAX_NUM_TOKENS: Any = None
+    output: Tensor,
+    input_val: Tensor,
+    cu_num_tokens: Tensor,
+    replace_from: int,
+    replace_to: int,
+    MAX_NUM_TOKENS: Any = None,
 ) -> None:
-    """Repeat each request's value (temperature, top-p, top-k) for its tokens, with `replace_from` turned into `replace_to`: what vLLM's kernel of
-    this name does on other devices."""
+    """Repeat each request's value (temperature, top-p, top-k) for its tokens, with `replace_from`
+    turned into `replace_to`: what vLLM's kernel of this name does on other devices.
+    """
     counts = torch.diff(cu_num_tokens.long(), prepend=cu_num_tokens.new_zeros(1).long())
-    values = torch.where(input_val == replace_from, torch.full_like(input_val, replace_to), input_val)
+    values = torch.where(
+        input_val == replace_from, torch.full_like(input_val, replace_to), input_val
+    )
     output.copy_(values.repeat_interleave(counts))
 
 
 def mend_sampling() -> bool:
-    """On CPU, see whether verification is given the requests' temperatures, and mend it when not; whether it was broken.
+    """On CPU, see whether verification is given the requests' temperatures, and mend it when not;
+    whether it was broken.
 
-    The stand-in of vLLM 0.32 writes into an integer copy and throws it away, so that logits are divided by whatever was in memory and refused
-    proposals come back as their own replacement.
+    The stand-in of vLLM 0.32 writes into an integer copy and throws it away, so that logits are
+    divided by whatever was in memory and refused proposals come back as their own replacement.
     """
     from vllm.platforms import current_platform
 
@@ -83,10 +101,14 @@ def mend_sampling() -> bool:
     from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
 
     def works() -> bool:
-        given = torch.rand(5)  # new values, and many: memory that was freed must not look like an answer
+        given = torch.rand(
+            5
+        )  # new values, and many: memory that was freed must not look like an answer
         counts = torch.randint(1, 9, (5,))
         ends = counts.cumsum(0).to(torch.int32)
-        return torch.equal(expand_batch_to_tokens(given, ends, int(ends[-1])), given.repeat_interleave(counts))
+        return torch.equal(
+            expand_batch_to_tokens(given, ends, int(ends[-1])), given.repeat_interleave(counts)
+        )
 
     if works():
         return False
@@ -94,5 +116,8 @@ def mend_sampling() -> bool:
 
     register_kernels({_EXPAND: expand})
     if not works():
-        raise RuntimeError("this vLLM verifies sampled requests with wrong temperatures on CPU, and the mended kernel is not used")
+        raise RuntimeError(
+            "this vLLM verifies sampled requests with wrong temperatures on CPU, and the mended "
+            "kernel is not used"
+        )
     return True

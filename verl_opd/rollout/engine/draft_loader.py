@@ -1,7 +1,8 @@
 """Loads a pushed draft into a live drafter in place, and reads back what the engine really holds.
 
-vLLM's DFlash model fuses q/k/v and gate/up, and keeps a fused copy of all layers' K/V weights (`_fused_kv_weight`) that `load_weights`
-rebuilds. The rebuilt values are copied into the tensor that was there before, because captured graphs keep its address.
+vLLM's DFlash model fuses q/k/v and gate/up, and keeps a fused copy of all layers' K/V weights
+(`_fused_kv_weight`) that `load_weights` rebuilds. The rebuilt values are copied into the tensor
+that was there before, because captured graphs keep its address.
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ Names = Sequence[tuple[str, str]]
 
 
 def live_tensors(model: nn.Module, target: nn.Module, names: Names = ()) -> dict[str, Tensor]:
-    """The draft's own parameters under public checkpoint names, as views into the engine's fused ones (tensor parallel size 1).
+    """The draft's own parameters under public checkpoint names, as views into the engine's fused
+    ones (tensor parallel size 1).
 
-    What the draft shares with the frozen `target` is not its own, whatever its name. names: see DraftFamily.engine_names.
+    What the draft shares with the frozen `target` is not its own, whatever its name. names: see
+    DraftFamily.engine_names.
     """
     tensors: dict[str, Tensor] = {}
     borrowed = {id(parameter) for parameter in target.parameters()}
@@ -45,32 +48,48 @@ def live_tensors(model: nn.Module, target: nn.Module, names: Names = ()) -> dict
         if id(parameter) in borrowed or name in ("mask_embedding", "draft_id_to_target_id"):
             continue
         rows = getattr(model.get_submodule(full.rpartition(".")[0]), "org_vocab_size", None)
-        own = parameter if rows is None else parameter[:rows]  # vLLM pads vocabularies to a multiple of 64 (VocabParallelEmbedding)
+        own = (
+            parameter if rows is None else parameter[:rows]
+        )  # vLLM pads vocabularies to a multiple of 64 (VocabParallelEmbedding)
         module, _, leaf = name.rpartition(".")
         if module.endswith("qkv_proj"):
             attention = model.get_submodule("model." + module.rpartition(".")[0])
             sizes = [attention.q_size, attention.kv_size, attention.kv_size]
             parts = zip(_QKV, parameter.split(sizes), strict=True)
-            tensors.update({f"{module.removesuffix('qkv_proj')}{part}.{leaf}": value for part, value in parts})
+            tensors.update(
+                {f"{module.removesuffix('qkv_proj')}{part}.{leaf}": value for part, value in parts}
+            )
         elif module.endswith("gate_up_proj"):
             parts = zip(_GATE_UP, parameter.chunk(2), strict=True)
-            tensors.update({f"{module.removesuffix('gate_up_proj')}{part}.{leaf}": value for part, value in parts})
+            tensors.update(
+                {
+                    f"{module.removesuffix('gate_up_proj')}{part}.{leaf}": value
+                    for part, value in parts
+                }
+            )
         else:
             tensors[name] = own
     for prefix, public in names:
-        tensors = {public + name.removeprefix(prefix) if name.startswith(prefix) else name: value for name, value in tensors.items()}
+        tensors = {
+            public + name.removeprefix(prefix) if name.startswith(prefix) else name: value
+            for name, value in tensors.items()
+        }
     return tensors
 
 
 class DraftLoader:
-    """Holds what is loaded: version, checksum. Refuses anything that is not exactly the draft, before a single byte is changed."""
+    """Holds what is loaded: version, checksum. Refuses anything that is not exactly the draft,
+    before a single byte is changed.
+    """
 
     def __init__(self, runner: Any, names: Names = ()) -> None:
         self._runner, self._names = runner, names
         self.version = -1  # as loaded from the draft directory; nothing pushed yet
 
     def load(self, path: str, version: int, expected_checksum: str) -> dict[str, Any]:
-        """Load the safetensors file `path` and return the read-back; ValueError, with the old draft untouched, when it does not fit."""
+        """Load the safetensors file `path` and return the read-back; ValueError, with the old draft
+        untouched, when it does not fit.
+        """
         model = draft_model(self._runner)
         tensors = load_file(path)
         self._check(tensors, expected_checksum, path)
@@ -93,11 +112,13 @@ class DraftLoader:
         live = self._live()
         problems = [f"missing {name}" for name in sorted(live.keys() - tensors.keys())]
         problems += [
-            f"unexpected {name} (not the draft's own here: unknown, or shared with the frozen target, as engines share a head that equals the target's)"
+            f"unexpected {name} (not the draft's own here: unknown, or shared with the frozen "
+            "target, as engines share a head that equals the target's)"
             for name in sorted(tensors.keys() - live.keys())
         ]
         problems += [
-            f"{name} is {tuple(tensors[name].shape)} {tensors[name].dtype}, the engine holds {tuple(live[name].shape)}"
+            f"{name} is {tuple(tensors[name].shape)} {tensors[name].dtype}, the engine holds "
+            f"{tuple(live[name].shape)}"
             for name in sorted(live.keys() & tensors.keys())
             if tensors[name].shape != live[name].shape or tensors[name].dtype != torch.bfloat16
         ]
@@ -107,7 +128,9 @@ class DraftLoader:
             raise ValueError(f"draft push refused, {Path(path).name}: {'; '.join(problems[:8])}")
 
     def read_back(self) -> dict[str, Any]:
-        """version, checksum and count of the tensors the engine computes with, in bf16; and whether its fused K/V copy agrees with them."""
+        """version, checksum and count of the tensors the engine computes with, in bf16; and whether
+        its fused K/V copy agrees with them.
+        """
         model = draft_model(self._runner)
         live = {name: tensor.detach().to(torch.bfloat16) for name, tensor in self._live().items()}
         return {
@@ -119,11 +142,15 @@ class DraftLoader:
 
 
 def _fused(inner: nn.Module) -> dict[str, Tensor]:
-    return {name: value for name in _BUFFERS if isinstance(value := getattr(inner, name, None), Tensor)}
+    return {
+        name: value for name in _BUFFERS if isinstance(value := getattr(inner, name, None), Tensor)
+    }
 
 
 def _fused_consistent(inner: Any) -> bool:
-    """Whether building the fused copies again would change them; the tensors that graphs may hold stay in place."""
+    """Whether building the fused copies again would change them; the tensors that graphs may hold
+    stay in place.
+    """
     held = _fused(inner)
     if not held:
         return True
@@ -136,4 +163,10 @@ def _fused_consistent(inner: Any) -> bool:
 
 def target_checksum(runner: Any) -> str:
     """Digest of every parameter of the frozen target that the engine holds as a tensor."""
-    return checksum({name: parameter for name, parameter in runner.get_model().named_parameters() if parameter.numel()})
+    return checksum(
+        {
+            name: parameter
+            for name, parameter in runner.get_model().named_parameters()
+            if parameter.numel()
+        }
+    )

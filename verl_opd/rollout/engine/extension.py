@@ -1,4 +1,6 @@
-"""The vLLM worker extension: what the server reaches through `collective_rpc`. Names carry a prefix, because vLLM refuses clashes."""
+"""The vLLM worker extension: what the server reaches through `collective_rpc`. Names carry a
+prefix, because vLLM refuses clashes.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,11 @@ from verl_opd.rollout.engine.seams import attach
 
 
 class OpdWorkerExtension:
-    """Mixed into the engine worker (EngineArgs.worker_extension_cls). Everything it returns is plain data, so no pickle is needed.
+    """Mixed into the engine worker (EngineArgs.worker_extension_cls). Everything it returns is
+    plain data, so no pickle is needed.
 
-    Construction happens before the models load and must not raise: a failure is kept and reported by the start-up probe.
+    Construction happens before the models load and must not raise: a failure is kept and reported
+    by the start-up probe.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -29,7 +33,9 @@ class OpdWorkerExtension:
         return worker
 
     def opd_install(self: Any, engine_names: list[tuple[str, str]]) -> dict[str, Any]:
-        """Attach recorder, loader and switch to the live runner, once; returns the facts that the probe compares."""
+        """Attach recorder, loader and switch to the live runner, once; returns the facts that the
+        probe compares.
+        """
         if self.opd_failure:
             return {"failure": self.opd_failure}
         try:
@@ -39,7 +45,11 @@ class OpdWorkerExtension:
             facts = {**_drafter_facts(runner), "mended_sampling": mend_sampling()}
             recorder = VerifyRecorder(_live_requests(runner))
             seam, switch = attach(runner, recorder)
-            self.opd_recorder, self.opd_switch, self.opd_loader = recorder, switch, DraftLoader(runner, engine_names)
+            self.opd_recorder, self.opd_switch, self.opd_loader = (
+                recorder,
+                switch,
+                DraftLoader(runner, engine_names),
+            )
             return {"failure": "", "seam": seam, **facts}
         except Exception as error:  # reported by the probe, which stops the run with it
             return {"failure": f"{type(error).__name__}: {error}"}
@@ -51,7 +61,9 @@ class OpdWorkerExtension:
     def opd_load_draft(self: Any, path: str, version: int, checksum: str) -> dict[str, Any]:
         try:
             report: dict[str, Any] = self.opd_loader.load(path, version, checksum)
-        except Exception as error:  # as data: an exception would end the engine, and the old draft still serves
+        except (
+            Exception
+        ) as error:  # as data: an exception would end the engine, and the old draft still serves
             return {"error": f"{type(error).__name__}: {error}", **self.opd_loader.read_back()}
         return {"error": "", **report}
 
@@ -74,7 +86,9 @@ class OpdWorkerExtension:
 
 
 def _drafter_facts(runner: Any) -> dict[str, Any]:
-    """What the engine will really draft with, read from live objects rather than from what we asked for."""
+    """What the engine will really draft with, read from live objects rather than from what we asked
+    for.
+    """
     model = draft_model(runner)
     drafter = runner.drafter if hasattr(runner, "drafter") else runner.speculator
     target = runner.get_model()
@@ -83,7 +97,9 @@ def _drafter_facts(runner: Any) -> dict[str, Any]:
     return {
         "method": runner.speculative_config.method,
         "num_speculative_tokens": int(runner.speculative_config.num_speculative_tokens),
-        "mask_token_id": int(drafter.parallel_drafting_token_id) if getattr(drafter, "parallel_drafting", False) else None,
+        "mask_token_id": int(drafter.parallel_drafting_token_id)
+        if getattr(drafter, "parallel_drafting", False)
+        else None,
         "aux_layer_ids": [int(i) for i in aux],
         "tensor_parallel_size": int(runner.parallel_config.tensor_parallel_size),
         "token_map": _token_map(model),
@@ -95,11 +111,18 @@ def _drafter_facts(runner: Any) -> dict[str, Any]:
 
 
 def _live_requests(runner: Any) -> Callable[[str], bool]:
-    """Whether the engine still holds a request: V1 keeps `requests`, V2 `req_states.req_id_to_index`."""
-    return lambda name: name in (runner.requests if hasattr(runner, "requests") else runner.req_states.req_id_to_index)
+    """Whether the engine still holds a request: V1 keeps `requests`, V2
+    `req_states.req_id_to_index`.
+    """
+    return lambda name: (
+        name
+        in (runner.requests if hasattr(runner, "requests") else runner.req_states.req_id_to_index)
+    )
 
 
 def _token_map(model: Any) -> str | None:
-    """Digest of the map from draft ids to target ids; None for a draft over the whole vocabulary."""
+    """Digest of the map from draft ids to target ids; None for a draft over the
+    whole vocabulary.
+    """
     offsets = getattr(model, "draft_id_to_target_id", None)
     return None if offsets is None else checksum({"d2t": offsets.detach()})

@@ -1,8 +1,10 @@
-"""Where the recorder and the drafting switch attach to a live model runner; which one is decided by looking at the runner.
+"""Where the recorder and the drafting switch attach to a live model runner; which one is decided by
+looking at the runner.
 
-V1 (vLLM v1/worker/gpu_model_runner.py, its CPU subclass, vllm-ascend's NPUModelRunner): `_sample(logits, spec_decode_metadata)` pads rows with -1.
-V2 (vLLM v1/worker/gpu/model_runner.py): `sample(hidden_states, input_batch, grammar_output)` computes logits inside and leaves garbage behind the
-tokens that `num_sampled` counts.
+V1 (vLLM v1/worker/gpu_model_runner.py, its CPU subclass, vllm-ascend's NPUModelRunner):
+`_sample(logits, spec_decode_metadata)` pads rows with -1. V2 (vLLM v1/worker/gpu/model_runner.py):
+`sample(hidden_states, input_batch, grammar_output)` computes logits inside and leaves garbage
+behind the tokens that `num_sampled` counts.
 """
 
 from __future__ import annotations
@@ -25,43 +27,55 @@ class Switch(Protocol):
 
 
 def owner_of(runner: Any, name: str) -> type:
-    """The class in the runner's MRO that defines `name`: a subclass may override it, and only that one is called. RuntimeError without any."""
+    """The class in the runner's MRO that defines `name`: a subclass may override it, and only that
+    one is called. RuntimeError without any.
+    """
     for cls in type(runner).__mro__:
         if name in cls.__dict__:
             return cls
-    raise RuntimeError(f"{type(runner).__name__} has no {name}: its verify steps cannot be recorded")
+    raise RuntimeError(
+        f"{type(runner).__name__} has no {name}: its verify steps cannot be recorded"
+    )
 
 
 def refuse_lossy(runner: Any) -> None:
-    """RuntimeError for verification modes whose steps are not what the target alone would say, or whose logits are only a part of a row."""
+    """RuntimeError for verification modes whose steps are not what the target alone would say, or
+    whose logits are only a part of a row.
+    """
     method = getattr(getattr(runner, "speculative_config", None), "rejection_sample_method", None)
     if method in _LOSSY:
         raise RuntimeError(
-            f"speculative_config.rejection_sample_method={method!r} is lossy: recorded steps would be off the target's distribution"
+            f"speculative_config.rejection_sample_method={method!r} is lossy: recorded steps would "
+            "be off the target's distribution"
         )
     ascend = getattr(runner, "ascend_config", None)
     modes = getattr(ascend, "rejection_sampler_config", None)
     on = [name for name in _LOSSY_ASCEND if getattr(modes, name, False)]
     if on:
         raise RuntimeError(
-            f"rejection_sampler_config.{on[0]} is lossy: recorded steps would be off the target's distribution; switch it off"
+            f"rejection_sampler_config.{on[0]} is lossy: recorded steps would be off the target's "
+            "distribution; switch it off"
         )
     if getattr(ascend, "enable_reduce_sample", False):
         raise RuntimeError(
-            "enable_reduce_sample leaves logits split over tensor-parallel ranks: target log-probs would be wrong; switch it off"
+            "enable_reduce_sample leaves logits split over tensor-parallel ranks: target log-probs "
+            "would be wrong; switch it off"
         )
     if getattr(runner, "batch_sharder", None) is not None:
         raise RuntimeError(
-            "sampling is split over tensor-parallel ranks (batch_sharder): each would see a part of the requests; switch it off"
+            "sampling is split over tensor-parallel ranks (batch_sharder): each would see a part "
+            "of the requests; switch it off"
         )
 
 
 class DraftingSwitch:
-    """Wraps a V1 runner's `propose_draft_token_ids`: turns proposals off and on, and knows whether the last step had any.
+    """Wraps a V1 runner's `propose_draft_token_ids`: turns proposals off and on, and knows whether
+    the last step had any.
 
-    Off, the engine decodes the target alone, at its own speed. Only with synchronous scheduling: an asynchronous scheduler has already reserved the
-    proposals' slots. Switch with no request in flight and reset the prefix cache afterwards, because the draft's context KV is not written while
-    it is off.
+    Off, the engine decodes the target alone, at its own speed. Only with synchronous scheduling: an
+    asynchronous scheduler has already reserved the proposals' slots. Switch with no request in
+    flight and reset the prefix cache afterwards, because the draft's context KV is not written
+    while it is off.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -85,21 +99,26 @@ class DraftingSwitch:
         return self._enabled == enabled
 
     def take_proposed(self) -> bool:
-        """Whether the drafter ran since the last call. Near max_model_len the runner skips it and lets the scheduler verify zeros."""
+        """Whether the drafter ran since the last call. Near max_model_len the runner skips it and
+        lets the scheduler verify zeros.
+        """
         proposed, self._proposed = self._proposed, False
         return proposed
 
 
 class AlwaysDrafting:
-    """A V2 runner schedules asynchronously: its proposals cannot be stopped between two rollouts."""
+    """A V2 runner schedules asynchronously: its proposals cannot be stopped between
+    two rollouts.
+    """
 
     def set(self, enabled: bool) -> bool:
         return enabled
 
 
 def attach(runner: Any, recorder: VerifyRecorder) -> tuple[str, Switch]:
-    """Wrap the live runner's sampler seam on this instance: (qualified name of what was wrapped, switch). RuntimeError when it has none, or
-    verifies in a way that cannot be recorded."""
+    """Wrap the live runner's sampler seam on this instance: (qualified name of what was wrapped,
+    switch). RuntimeError when it has none, or verifies in a way that cannot be recorded.
+    """
     refuse_lossy(runner)
     if any("_sample" in cls.__dict__ for cls in type(runner).__mro__):
         return _attach_v1(runner, recorder)
@@ -113,14 +132,18 @@ def _attach_v1(runner: Any, recorder: VerifyRecorder) -> tuple[str, Switch]:
     def sample(logits: Any, spec_decode_metadata: Any) -> Any:
         output = inner(logits, spec_decode_metadata)
         from_draft = switch.take_proposed()
-        recorder.observe(lambda: _v1_inputs(runner, logits, spec_decode_metadata, output, from_draft))
+        recorder.observe(
+            lambda: _v1_inputs(runner, logits, spec_decode_metadata, output, from_draft)
+        )
         return output
 
     runner._sample = sample
     return f"{owner.__name__}._sample", switch
 
 
-def _v1_inputs(runner: Any, logits: Any, metadata: Any, output: Any, from_draft: bool) -> StepInputs:
+def _v1_inputs(
+    runner: Any, logits: Any, metadata: Any, output: Any, from_draft: bool
+) -> StepInputs:
     batch = runner.input_batch
     count = batch.num_reqs
     sampling = batch.sampling_metadata
@@ -140,7 +163,9 @@ def _v1_inputs(runner: Any, logits: Any, metadata: Any, output: Any, from_draft:
 
 
 def _discarded(runner: Any, count: int) -> list[bool]:
-    """Rows of prompt chunks that are not the last: as a mask, or as vllm-ascend's older list of indices."""
+    """Rows of prompt chunks that are not the last: as a mask, or as vllm-ascend's older list of
+    indices.
+    """
     mask = getattr(runner, "discard_request_mask", None)
     if mask is not None:
         flags: list[bool] = mask.np[:count].tolist()
@@ -150,7 +175,9 @@ def _discarded(runner: Any, count: int) -> list[bool]:
 
 
 class _KeepsLogits:
-    """Stands in for V2's rejection sampler and remembers the raw logits of the step, which it does not change (it copies before processing)."""
+    """Stands in for V2's rejection sampler and remembers the raw logits of the step, which it does
+    not change (it copies before processing).
+    """
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -168,26 +195,42 @@ def _attach_v2(runner: Any, recorder: VerifyRecorder) -> tuple[str, Switch]:
     owner, inner = owner_of(runner, "sample"), runner.sample
     sampler = getattr(runner, "rejection_sampler", None)
     if sampler is None:
-        raise RuntimeError(f"{type(runner).__name__} has no rejection_sampler: it was started without a speculative_config")
+        raise RuntimeError(
+            f"{type(runner).__name__} has no rejection_sampler: it was started without a "
+            "speculative_config"
+        )
     if getattr(sampler, "enable_adaptive_verification", False):
-        raise RuntimeError("adaptive verification compacts logits rows, which the recorder does not follow; switch it off")
+        raise RuntimeError(
+            "adaptive verification compacts logits rows, which the recorder does not follow; "
+            "switch it off"
+        )
     keeper = runner.rejection_sampler = _KeepsLogits(sampler)
 
     def sample(hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
         keeper.logits = None
         result = inner(hidden_states, input_batch, grammar_output)
-        recorder.observe(lambda: _v2_inputs(runner, input_batch, keeper.logits, result[0], result[1]))
+        recorder.observe(
+            lambda: _v2_inputs(runner, input_batch, keeper.logits, result[0], result[1])
+        )
         return result
 
     runner.sample = sample
     return f"{owner.__name__}.sample", AlwaysDrafting()
 
 
-def _v2_inputs(runner: Any, batch: Any, logits: Tensor | None, output: Any, num_sampled: Tensor) -> StepInputs:
-    """Request r owns logits rows cu[r]..cu[r+1]-1; row cu[r]+j verifies the token that row cu[r]+j+1 was computed from."""
+def _v2_inputs(
+    runner: Any, batch: Any, logits: Tensor | None, output: Any, num_sampled: Tensor
+) -> StepInputs:
+    """Request r owns logits rows cu[r]..cu[r+1]-1; row cu[r]+j verifies the token that row
+    cu[r]+j+1 was computed from.
+    """
     count, sampled = batch.num_reqs, output.sampled_token_ids
     per_request = batch.num_draft_tokens_per_req
-    drafts = [0] * count if logits is None or per_request is None else [int(n) for n in per_request[:count]]
+    drafts = (
+        [0] * count
+        if logits is None or per_request is None
+        else [int(n) for n in per_request[:count]]
+    )
     first = [int(start) for start in batch.cu_num_logits_np[:count]]
     rows = [start + j for start, n in zip(first, drafts, strict=True) for j in range(n)]
     target_rows = torch.tensor(rows, dtype=torch.long, device=sampled.device)
