@@ -10,7 +10,7 @@ install: ## make .venv and install verl-opd for the CPU, with what the tests nee
 	@scripts/install.sh
 
 quickstart: install ## the whole loop on the CPU: prepare a small real target, train a draft for it from nothing
-	$(PYTHON_BIN)/python -m verl_opd.targets.prepare
+	$(PYTHON_BIN)/python -m verl_opd.commands.prepare
 	$(PYTHON_BIN)/verl-opd train quickstart
 
 test: install ## the whole test suite, lint included

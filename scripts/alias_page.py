@@ -4,7 +4,7 @@ scripts/alias_page.py > docs/aliases.md
 
 from __future__ import annotations
 
-from verl_opd.config.aliases import SECTIONS, Drop, Row, To, With, in_words
+from verl_opd.compat.aliases import SECTIONS, Drop, Row, To, With, in_words
 
 _INTRODUCTION = """\
 # Names from verl and Draft-OPD
@@ -24,7 +24,7 @@ before anything else. Recipes (YAML) know only the keys of
 - `opd.convention=draft_opd` chooses the anchors and the normaliser of Draft-OPD; it has no old
   name.
 
-The tables are made from `verl_opd/config/aliases.py`:
+The tables are made from `verl_opd/compat/aliases.py`:
 `python scripts/alias_page.py > docs/aliases.md`.
 """
 

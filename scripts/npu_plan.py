@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from verl_opd.stack import (  # noqa: E402 (from this checkout, installed or not)
+from verl_opd.ascend.versions import (  # noqa: E402 (from this checkout, installed or not)
     ASCEND_INDEX,
     ENGINES,
     TORCH_INDEX,

@@ -1,4 +1,4 @@
-"""Lines for every row of verl_opd/config/aliases.py, and the lines of a whole launcher."""
+"""Lines for every row of verl_opd/compat/aliases.py, and the lines of a whole launcher."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from verl_opd.drafts import get_family
 from verl_opd.opd.losses import LossSpec, StreamTotals, stream_totals
 from verl_opd.opd.metrics import StepMetrics
 from verl_opd.opd.plan import BlockPlan, TrainItem
-from verl_opd.training.step import DraftTrainer
+from verl_opd.training.trainer import DraftTrainer
 
 BLOCK, LR = 4, 1e-3
 SPEC = LossSpec(response_position_decay=0.9)

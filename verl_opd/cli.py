@@ -76,7 +76,7 @@ def _dispatch(arguments: list[str]) -> None:
 def _run_recipe(
     verb: str, recipe: str, overrides: list[str], print_only: bool, command: list[str]
 ) -> None:
-    from verl_opd.config.aliases import table, translate
+    from verl_opd.compat.aliases import table, translate
     from verl_opd.config.load import compose_config, load_config, to_yaml, validate
 
     print(table(translate(overrides)[1]), end="", file=sys.stderr)
@@ -85,7 +85,7 @@ def _run_recipe(
         return
     cfg = load_config(recipe, overrides)
     if verb == "doctor":  # looks at the values itself, beside everything else
-        from verl_opd.controller.doctor import report
+        from verl_opd.commands.doctor import report
 
         if not report(cfg):
             raise ConfigError(
@@ -102,11 +102,11 @@ def _run_recipe(
 
         evaluate(cfg, command)
     elif verb == "plan":
-        from verl_opd.controller.capacity import plan
+        from verl_opd.commands.plan import plan
 
         plan(cfg)
     else:
-        from verl_opd.controller.bench import run
+        from verl_opd.commands.bench import run
 
         run(cfg, command)
 

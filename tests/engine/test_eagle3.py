@@ -18,14 +18,14 @@ from tests.engine.conftest import K, LiveEngine, serve
 from tests.training import process_group
 from verl_opd.config.schema import Config, DraftConfig
 from verl_opd.drafts import get_family
-from verl_opd.drafts.snapshot import DraftSnapshot, checksum
 from verl_opd.errors import RolloutError
 from verl_opd.opd.losses import LossSpec, stream_totals
 from verl_opd.opd.metrics import reduce_metrics
 from verl_opd.opd.plan import TrainItem, plan_opd, restrict_labels
 from verl_opd.opd.trace import RolloutSample, check_trace, from_extra_fields
 from verl_opd.rollout.server import RolloutEngine
-from verl_opd.training.step import DraftTrainer
+from verl_opd.snapshot import DraftSnapshot, checksum
+from verl_opd.training.trainer import DraftTrainer
 
 pytestmark = pytest.mark.engine
 FAMILY = get_family("eagle3")

@@ -22,7 +22,7 @@ from verl_opd.opd.metrics import reduce_metrics
 from verl_opd.opd.plan import TrainItem, plan_opd
 from verl_opd.opd.replay_check import diagnose
 from verl_opd.opd.trace import RolloutSample, from_extra_fields
-from verl_opd.training.step import DraftTrainer
+from verl_opd.training.trainer import DraftTrainer
 
 pytestmark = pytest.mark.engine
 

@@ -13,12 +13,12 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.engine.conftest import GREEDY, LiveEngine, start_engine
-from tests.unit.test_agent_loop import Remote
+from tests.unit.rollout.test_agent_loop import Remote
 from verl_opd.data.prompts import Prompt
-from verl_opd.drafts.snapshot import DraftSnapshot, checksum
 from verl_opd.opd.trace import RolloutSample, check_trace
 from verl_opd.rollout.agent_loop import AgentLoopRunner
 from verl_opd.rollout.router import Router
+from verl_opd.snapshot import DraftSnapshot, checksum
 
 pytestmark = pytest.mark.engine
 REQUESTS, IN_FLIGHT, CYCLES = 2000, 64, 50

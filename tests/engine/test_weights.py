@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 from tests.engine.conftest import FAMILY, LiveEngine
-from verl_opd.drafts.snapshot import DraftSnapshot, checksum
 from verl_opd.errors import WeightSyncError
 from verl_opd.rollout.sync import prove
+from verl_opd.snapshot import DraftSnapshot, checksum
 
 pytestmark = pytest.mark.engine
 

@@ -16,7 +16,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
-from verl_opd.config.aliases import translate
+from verl_opd.compat.aliases import translate
 from verl_opd.config.keys import is_free_form, is_known, is_section, nearest_key, section_of
 from verl_opd.config.recipes import find_recipe, resolve_path, shipped_root
 from verl_opd.config.schema import Config

@@ -14,7 +14,6 @@ from verl_opd.controller.faults import Restarts, ailment, first_line
 from verl_opd.controller.phases import Phase, PhaseMachine
 from verl_opd.controller.placement import Placement, driver_options
 from verl_opd.data.prompts import Prompt
-from verl_opd.drafts.snapshot import DraftSnapshot
 from verl_opd.errors import RolloutError, WeightSyncError, WorkerDied
 from verl_opd.opd.trace import RolloutSample
 from verl_opd.rollout.agent_loop import AgentLoopWorker, SampleFailure
@@ -22,6 +21,7 @@ from verl_opd.rollout.router import RouterActor
 from verl_opd.rollout.server import EngineSettings, RolloutServer
 from verl_opd.rollout.sync import SyncReport, push_draft
 from verl_opd.rollout.teacher import TeacherServer, TeacherSettings
+from verl_opd.snapshot import DraftSnapshot
 
 _STOP_SECONDS = 60.0
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from verl_opd.config.npu import check_npu
+from verl_opd.ascend.limits import check_npu
 from verl_opd.config.schema import Config
 from verl_opd.config.teacher import teacher_models
 from verl_opd.controller.updates import Reward
@@ -26,9 +26,9 @@ from verl_opd.devices import Device, check_isolation, resolve_device
 from verl_opd.drafts import get_family
 from verl_opd.drafts.base import Vocabulary
 from verl_opd.drafts.files import local_directory
-from verl_opd.drafts.snapshot import checksum
 from verl_opd.errors import ConfigError
 from verl_opd.opd.trace import RolloutSample
+from verl_opd.snapshot import checksum
 from verl_opd.targets.hf import check_target_supported
 from verl_opd.targets.tokens import check_mask_token, check_same_vocabulary, stop_token_ids
 

@@ -10,15 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl_opd.config.schema import Config
-from verl_opd.controller.cases import CaseLog
-from verl_opd.controller.console import Console, Phase
-from verl_opd.controller.diagnosis import Diagnosis, checklist
+from verl_opd.controller.benchmarks import Benchmarks
 from verl_opd.controller.faults import Stopped
 from verl_opd.controller.fleet import Fleet
-from verl_opd.controller.metrics import BenchmarkResult, rollout_metrics
 from verl_opd.controller.progress import Progress, SnapshotWriter
-from verl_opd.controller.timing import Stopwatch
-from verl_opd.controller.trackers import Trackers
 from verl_opd.controller.trainers import Trainers
 from verl_opd.controller.updates import (
     Reward,
@@ -27,11 +22,9 @@ from verl_opd.controller.updates import (
     warmup_loss_spec,
     with_policy_terms,
 )
-from verl_opd.controller.validate import Benchmarks
 from verl_opd.data.loader import Loader
 from verl_opd.data.prompts import Prompt
 from verl_opd.drafts import get_family
-from verl_opd.drafts.snapshot import DraftSnapshot
 from verl_opd.errors import CheckpointError, ConfigError, ReplayError, RolloutError
 from verl_opd.opd.losses import LossSpec, stream_totals
 from verl_opd.opd.metrics import StepMetrics, reduce_metrics
@@ -46,6 +39,13 @@ from verl_opd.opd.plan import (
 )
 from verl_opd.opd.replay_check import diagnose
 from verl_opd.opd.trace import RolloutSample, is_finite
+from verl_opd.report.acceptance import BenchmarkResult, rollout_metrics
+from verl_opd.report.console import Console, Phase
+from verl_opd.report.diagnosis import Diagnosis, checklist
+from verl_opd.report.sample_log import CaseLog
+from verl_opd.report.timing import Stopwatch
+from verl_opd.report.trackers import Trackers
+from verl_opd.snapshot import DraftSnapshot
 from verl_opd.training.checkpoint import CheckpointStore, checkpoint_bytes
 from verl_opd.training.optim import lr_at
 

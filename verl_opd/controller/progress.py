@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verl_opd.controller.metrics import BenchmarkResult
 from verl_opd.opd.trace import RolloutSample, VerifyTrace
 from verl_opd.process import clean_up_after
+from verl_opd.report.acceptance import BenchmarkResult
 from verl_opd.rollout.sync import SyncReport
 
 

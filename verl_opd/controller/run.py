@@ -17,25 +17,25 @@ import ray
 
 from verl_opd.config.load import to_yaml
 from verl_opd.config.schema import Config
-from verl_opd.controller.cases import CaseLog
-from verl_opd.controller.console import Console
+from verl_opd.controller.benchmarks import Benchmarks
 from verl_opd.controller.faults import Restarts, Stopped, StopSignal, asked_to_stop
 from verl_opd.controller.fleet import Fleet
 from verl_opd.controller.job import Job, prepare
 from verl_opd.controller.loop import Loop
 from verl_opd.controller.placement import Placement, place
 from verl_opd.controller.progress import Progress, SnapshotWriter
-from verl_opd.controller.rundir import RunDir, write_atomic
-from verl_opd.controller.summary import print_summary, write_summary
-from verl_opd.controller.trackers import Trackers
 from verl_opd.controller.trainers import Trainers
-from verl_opd.controller.validate import Benchmarks
 from verl_opd.data.loader import Loader
 from verl_opd.data.prompts import Prompt
 from verl_opd.drafts import get_family
 from verl_opd.errors import ConfigError, WorkerDied
 from verl_opd.opd.names import TOP_K_LOSS
 from verl_opd.opd.trace import RolloutSample
+from verl_opd.report.console import Console
+from verl_opd.report.rundir import RunDir, write_atomic
+from verl_opd.report.sample_log import CaseLog
+from verl_opd.report.summary import print_summary, write_summary
+from verl_opd.report.trackers import Trackers
 from verl_opd.rollout.server import EngineSettings
 from verl_opd.rollout.teacher import TeacherSettings
 from verl_opd.training.checkpoint import CheckpointStore, check_identity, resolve_resume

@@ -13,12 +13,12 @@ import ray
 from verl_opd.config.schema import Config
 from verl_opd.controller.faults import death, first_line
 from verl_opd.controller.placement import Placement
-from verl_opd.drafts.snapshot import DraftSnapshot
 from verl_opd.errors import CheckpointError, ConfigError
 from verl_opd.opd.layout import cost
 from verl_opd.opd.losses import LossSpec, StreamTotals
 from verl_opd.opd.metrics import StepMetrics
 from verl_opd.opd.plan import TrainItem
+from verl_opd.snapshot import DraftSnapshot
 from verl_opd.training.worker import LOOPBACK, TrainWorker
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from verl_opd.config.schema import DraftConfig
-from verl_opd.drafts.readers import Use
+from verl_opd.drafts.formats import Use
 from verl_opd.opd.layout import Layout
 
 

@@ -18,12 +18,12 @@ from typing import Any, Protocol
 import ray
 
 from verl_opd.devices import DEVICES, actor_environment
-from verl_opd.drafts.snapshot import DraftSnapshot
+from verl_opd.engines.http import MAX_CONNECTIONS, KeyRequired
+from verl_opd.engines.watchdog import TokenProgress
 from verl_opd.errors import RolloutError
 from verl_opd.opd.trace import VerifyTrace, check_trace, to_extra_fields, trace_from_events
 from verl_opd.process import clean_up_after, redirect_output
-from verl_opd.rollout.http import MAX_CONNECTIONS, KeyRequired
-from verl_opd.rollout.watchdog import TokenProgress
+from verl_opd.snapshot import DraftSnapshot
 from verl_opd.targets.layers import vllm_aux_layer_id
 
 _BROKEN_SHARE = 0.05
@@ -31,7 +31,7 @@ _LOOK_SECONDS = 1.0  # how often a call that has not returned is looked after
 # an engine takes about 10 to end by itself; killed earlier, it leaves shared memory behind
 STOP_SECONDS = 30.0
 KEY_VARIABLE = "VERL_OPD_API_KEY"
-EXTENSION = "verl_opd.rollout.engine.extension.OpdWorkerExtension"
+EXTENSION = "verl_opd.engines.worker.extension.OpdWorkerExtension"
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Any
 
 import ray
 
-from verl_opd.drafts.snapshot import DraftSnapshot
 from verl_opd.errors import WeightSyncError
+from verl_opd.snapshot import DraftSnapshot
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from verl_opd.drafts import files, get_family
-from verl_opd.drafts.readers import Use, without_nulls
+from verl_opd.drafts.formats import Use, without_nulls
 from verl_opd.errors import ConfigError
 from verl_opd.training.checkpoint import CheckpointStore, find_checkpoint
 

@@ -12,11 +12,11 @@ import ray
 
 from verl_opd.config.schema import Config
 from verl_opd.devices import actor_environment, resolve_device
-from verl_opd.drafts.snapshot import DraftSnapshot
 from verl_opd.opd.losses import LossSpec, StreamTotals
 from verl_opd.opd.metrics import StepMetrics
 from verl_opd.opd.plan import TrainItem
 from verl_opd.process import redirect_output
+from verl_opd.snapshot import DraftSnapshot
 
 LOOPBACK = "127.0.0.1"
 _PATIENCE = timedelta(minutes=30)
@@ -79,7 +79,7 @@ class TrainRank:
         """
         import torch.distributed as dist
 
-        from verl_opd.training.step import DraftTrainer
+        from verl_opd.training.trainer import DraftTrainer
 
         if self._store is None:
             self._store = dist.TCPStore(address, port, self._world, False, _PATIENCE)

@@ -8,8 +8,8 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from verl_opd.config.schema import DraftConfig
-from verl_opd.drafts import files, readers
-from verl_opd.drafts.readers import Use
+from verl_opd.drafts import files, formats
+from verl_opd.drafts.formats import Use
 from verl_opd.errors import ConfigError
 from verl_opd.targets.layers import default_layer_ids, vllm_aux_layer_id
 
@@ -306,12 +306,12 @@ def to_speculators(config: Mapping[str, Any], use: Use) -> dict[str, Any]:
         "sample_from_anchor": False,
         "sliding_window_non_causal": not causal,
     }
-    return readers.to_speculators("dflash", network, use, own)
+    return formats.to_speculators("dflash", network, use, own)
 
 
 def from_speculators(config: Mapping[str, Any]) -> dict[str, Any]:
     """A public file's own layout; a speculators file in that layout, as vLLM reads it."""
-    parts = readers.speculators_parts(config, "dflash")
+    parts = formats.speculators_parts(config, "dflash")
     if parts is None:
         return dict(config)
     network, own = parts

@@ -14,8 +14,8 @@ from verl_opd.drafts import files
 from verl_opd.drafts.dflash import config as dflash_config
 from verl_opd.drafts.dflash.model import DFlashDraft
 from verl_opd.drafts.dflash.replay import slot_positions, visibility
+from verl_opd.drafts.formats import Use
 from verl_opd.drafts.layers import masked_block_embeds, random_init
-from verl_opd.drafts.readers import Use
 from verl_opd.errors import ConfigError
 from verl_opd.opd.layout import Layout
 

@@ -10,9 +10,9 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from verl_opd.config.schema import DraftConfig
-from verl_opd.drafts import readers
+from verl_opd.drafts import formats
 from verl_opd.drafts.dflash import config as dflash_config
-from verl_opd.drafts.readers import Use
+from verl_opd.drafts.formats import Use
 from verl_opd.errors import ConfigError
 
 ARCHITECTURE = "Qwen3DSparkModel"
@@ -124,14 +124,14 @@ def to_speculators(config: Mapping[str, Any], use: Use) -> dict[str, Any]:
         "block_size": config["block_size"],
         "sample_from_anchor": True,
     }
-    return readers.to_speculators(
+    return formats.to_speculators(
         "dspark", network, use, own | {key: config[key] for key in _HEADS if key in config}
     )
 
 
 def from_speculators(config: Mapping[str, Any]) -> dict[str, Any]:
     """A public file's own layout; a speculators file in that layout, as vLLM reads it."""
-    parts = readers.speculators_parts(config, "dspark")
+    parts = formats.speculators_parts(config, "dspark")
     if parts is None:
         return dict(config)
     network, own = parts

@@ -17,8 +17,8 @@ from verl_opd.drafts.base import OwnHead
 from verl_opd.drafts.dflash.replay import slot_positions, visibility
 from verl_opd.drafts.dspark import config as dspark_config
 from verl_opd.drafts.dspark.model import DSparkDraft
+from verl_opd.drafts.formats import Use
 from verl_opd.drafts.layers import masked_block_embeds, random_init
-from verl_opd.drafts.readers import Use
 from verl_opd.errors import ConfigError
 from verl_opd.opd.layout import Layout
 

@@ -10,8 +10,8 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from verl_opd.config.schema import DraftConfig
-from verl_opd.drafts import files, readers
-from verl_opd.drafts.readers import Use
+from verl_opd.drafts import files, formats
+from verl_opd.drafts.formats import Use
 from verl_opd.errors import ConfigError
 from verl_opd.targets.layers import vllm_aux_layer_id
 
@@ -201,12 +201,12 @@ def to_speculators(config: Mapping[str, Any], use: Use) -> dict[str, Any]:
         **{name: bool(config.get(name)) for name in _SWITCHES},
         "norm_before_fc": False,
     }
-    return readers.to_speculators("eagle3", network, use, own)
+    return formats.to_speculators("eagle3", network, use, own)
 
 
 def from_speculators(config: Mapping[str, Any]) -> dict[str, Any]:
     """A public file's own layout; a speculators file in that layout, as vLLM reads it."""
-    parts = readers.speculators_parts(config, "eagle3")
+    parts = formats.speculators_parts(config, "eagle3")
     if parts is None:
         return dict(config)
     network, own = parts

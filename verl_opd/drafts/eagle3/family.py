@@ -15,8 +15,8 @@ from verl_opd.drafts import files
 from verl_opd.drafts.base import OwnHead, Vocabulary
 from verl_opd.drafts.eagle3 import config as eagle3_config
 from verl_opd.drafts.eagle3.model import Eagle3Draft
+from verl_opd.drafts.formats import Use
 from verl_opd.drafts.layers import random_init
-from verl_opd.drafts.readers import Use
 from verl_opd.errors import ConfigError
 from verl_opd.opd.layout import Layout
 

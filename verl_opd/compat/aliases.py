@@ -1,0 +1,615 @@
+"""Command lines written for verl and Draft-OPD: one table of their keys, and the step that turns
+such override lines into ours.
+
+Recipes know nothing of this: there the schema alone counts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from verl_opd.compat import values
+from verl_opd.compat.values import UNREADABLE, Given, parsed, quoted
+from verl_opd.config.keys import is_known
+from verl_opd.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class To:
+    """Another name for `new` (its `*` is what the old `*` matched). value: old value -> new text,
+    None = the text stays as it is; ValueError says what it must be. A dict lists all values there
+    are.
+    """
+
+    new: str
+    value: Callable[[Any], str | None] | dict[str, str] | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Accepted without effect when the value is in `only` (empty: whatever it is), because that is
+    how things are here; other values are refused.
+    """
+
+    why: str
+    only: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """No such thing here."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class With:
+    """Decides `news` together with other lines: `resolve` reads all of them and gives new keys with
+    their texts.
+    """
+
+    news: tuple[str, ...]
+    resolve: Callable[[Given], dict[str, str]]
+    note: str
+
+
+Row = To | Drop | Refuse | With
+
+
+@dataclass(frozen=True)
+class Translation:
+    """What became of one line: the lines it turned into (none: dropped), and why."""
+
+    old: str
+    new: tuple[str, ...]
+    reason: str
+
+
+# --- the table ---
+
+_OF_LOSS = With(
+    ("opd.response_loss", "opd.rejected_loss"),
+    values.losses,
+    "weights 1 and 0: the estimator; 0 and 1: forward_kl; mixtures are refused",
+)
+_OF_FAMILY = With(
+    ("draft.family",),
+    values.family,
+    "a composed DFlash student may be dspark, where another line says so",
+)
+_OF_TEACHERS = With(
+    ("teacher.replicas",), values.teachers, "devices of the pool, shared equally by the teachers"
+)
+_RUN_ANYHOW = "changes how a step runs, not what comes out; see the training section"
+_SEEDED = "drawn from trainer.seed"
+_SGLANG = "settings of SGLang; the engine is vLLM, whose settings are rollout.engine_kwargs"
+_ONE_DEVICE = "every server runs on one device"
+_NO_REWARDS = (
+    "no advantages, critics or reward models: the losses are in the opd section, a reward function "
+    "is opd.reward"
+)
+_NO_OLD = "no pass for old log-probs"
+_OFFLOAD = "nothing is offloaded: only the draft is trained"
+
+SECTIONS: dict[str, dict[str, Row]] = {
+    "data": {
+        "train_files": To("data.train_files", values.files, "a list inside a string is read"),
+        "val_files": To(
+            "data.val_files", values.benchmarks, "a list becomes name: file, named after the files"
+        ),
+        "train_max_samples": To("data.max_samples", values.or_all, "-1: all"),
+        "val_max_samples": To("data.val_max_samples", values.or_all, "-1: all"),
+        "trust_remote_code": To("target.trust_remote_code"),
+        "filter_overlong_prompts": Drop("longer prompts are dropped and counted", (True,)),
+        "filter_overlong_prompts_workers": Drop("prompts are filtered in the driver"),
+        "truncation": Drop("prompts are never cut", ("error",)),
+        "return_raw_chat": Drop("agent loops read token ids"),
+        "validation_shuffle": Drop("held-out prompts keep their order", (False,)),
+        "val_batch_size": Drop("held-out prompts are all sent at once"),
+        "dataloader_num_workers": Drop("prompts are read once, before the run"),
+        "reward_fn_key": Drop("rows are told apart by teacher.key"),
+        "custom_cls.*": Refuse("prompts are JSONL rows, as README.md describes"),
+    },
+    "actor_rollout_ref": {
+        "hybrid_engine": Drop("engines and trainer share their devices", (True,)),
+        "nccl_timeout": Drop(
+            "waiting is bounded by rollout.request_timeout and rollout.stall_timeout"
+        ),
+        "ref.*": Drop("no reference model"),
+    },
+    "actor_rollout_ref.model": {
+        "path": To("target.path"),
+        "trust_remote_code": To("target.trust_remote_code"),
+        "enable_gradient_checkpointing": To("training.gradient_checkpointing", values.flag),
+        "enable_activation_offload": Drop(_OFFLOAD, (False,)),
+        "use_remove_padding": Drop(_RUN_ANYHOW),
+        "use_fused_kernels": Drop(_RUN_ANYHOW),
+        "use_shm": Drop("models are read where they lie"),
+        "lora_rank": Drop("all of the draft is trained", (0,)),
+        "external_lib": Refuse("draft families are folders of verl_opd/drafts"),
+        "tokenizer_path": Refuse("the tokenizer is the target's"),
+    },
+    "actor_rollout_ref.model.override_config": {
+        "verl_composed_dflash_student": _OF_FAMILY,
+        "verl_composed_eagle3_student": _OF_FAMILY,
+        "verl_dflash_draft_variant": _OF_FAMILY,
+        "verl_dflash_main_model_path": To("target.path"),
+        "verl_eagle3_main_model_path": To("target.path"),
+        "verl_dflash_draft_model_path": To("draft.path"),
+        "verl_eagle3_draft_model_path": To("draft.path"),
+        "verl_dflash_attention_impl": To(
+            "training.attention", values.ATTENTION, "flex_attention: sdpa"
+        ),
+        "verl_dflash_lm_head_chunk_size": To("training.lm_head_chunk_size"),
+        "verl_eagle3_lm_head_chunk_size": To("training.lm_head_chunk_size"),
+        "verl_dflash_response_anchor_stride": To("opd.response_anchor_stride"),
+        "verl_eagle3_response_anchor_stride": To("opd.response_anchor_stride"),
+        "verl_dflash_max_response_anchors": To("opd.max_response_anchors"),
+        "verl_dflash_rejected_draft_max_tokens_per_sample": To(
+            "opd.max_rejected_tokens", values.or_zero, "null: 0, which is all"
+        ),
+        "verl_dflash_random_response_anchor_enabled": To("opd.random_anchors", values.flag),
+        "verl_eagle3_random_response_anchor_enabled": To("opd.random_anchors", values.flag),
+        "verl_dflash_random_response_anchor_seed": Drop(_SEEDED),
+        "verl_eagle3_random_response_anchor_seed": Drop(_SEEDED),
+        "verl_eagle3_replay_block_size": To(
+            "rollout.num_speculative_tokens", values.one_less, "one less: the anchor counts"
+        ),
+        "verl_eagle3_ttt_length": To(
+            "rollout.num_speculative_tokens", note="a block is as long as what is drafted"
+        ),
+        "verl_eagle3_ttt_step_weight": Drop(
+            "has no effect on blocks at anchors; opd.response_position_decay weighs their slots"
+        ),
+        "verl_eagle3_response_stream_impl": Drop(
+            "blocks start where the engine's did; opd.response_span=block labels each to its end",
+            ("anchor_block",),
+        ),
+        "verl_eagle3_response_loss_mode": With(
+            ("opd.response_loss",), values.losses, "native_target_distribution: full_forward_kl"
+        ),
+    },
+    "actor_rollout_ref.actor": {
+        "strategy": Drop("the draft is sharded with FSDP2", ("fsdp2", "fsdp")),
+        "ppo_mini_batch_size": With(
+            ("trainer.updates_per_step",),
+            values.mini_batches,
+            "data.train_batch_size divided by it",
+        ),
+        "ppo_epochs": To("trainer.update_epochs"),
+        "ppo_max_token_len_per_gpu": To(
+            "training.max_tokens_per_micro_batch", note="the slots of the draft count too"
+        ),
+        "ppo_micro_batch_size_per_gpu": Drop(
+            "micro-batches are filled by tokens: training.max_tokens_per_micro_batch"
+        ),
+        "ppo_micro_batch_size": Drop(
+            "micro-batches are filled by tokens: training.max_tokens_per_micro_batch"
+        ),
+        "use_dynamic_bsz": Drop("micro-batches are filled by tokens, with the same result"),
+        "use_torch_compile": Drop(_RUN_ANYHOW),
+        "data_loader_seed": To("trainer.seed"),
+        "grad_clip": To("optim.grad_clip"),
+        "entropy_coeff": Drop("no entropy bonus", (0,)),
+        "entropy_checkpointing": Drop("no entropy bonus"),
+        "entropy_from_logits_with_chunking": Drop("no entropy bonus"),
+        "use_kl_loss": Drop("no reference model", (False,)),
+        "kl_loss_coef": Drop("no reference model"),
+        "kl_loss_type": Drop("no reference model"),
+        "loss_agg_mode": Drop("losses are averaged over supervised tokens", ("token-mean",)),
+        "ulysses_sequence_parallel_size": Drop("sequences are not split", (1,)),
+        "checkpoint.*": Drop("a checkpoint holds draft, optimiser, RNG and data position"),
+        "optim.lr": To("optim.lr"),
+        "optim.lr_warmup_steps_ratio": To("optim.lr_warmup_ratio"),
+        "optim.min_lr_ratio": To("optim.min_lr_ratio"),
+        "optim.betas": To("optim.betas"),
+        "optim.weight_decay": To("optim.weight_decay"),
+        "optim.clip_grad": To("optim.grad_clip"),
+        "optim.lr_scheduler_type": Drop("cosine with linear warm-up", ("cosine",)),
+        "optim.warmup_style": Drop("cosine with linear warm-up", ("cosine",)),
+        "optim.num_cycles": Drop("half a cosine", (0.5, None)),
+        "optim.lr_warmup_steps": Drop("warm-up is a share: optim.lr_warmup_ratio", (-1, None)),
+        "optim.total_training_steps": Drop("follows from the length of the run", (-1, None)),
+        "optim.optimizer": Drop("AdamW", ("AdamW",)),
+        "fsdp_config.seed": To("trainer.seed"),
+        "fsdp_config.dtype": To("training.param_dtype", values.DTYPES),
+        "fsdp_config.mixed_precision.param_dtype": To("training.param_dtype", values.DTYPES),
+        "fsdp_config.model_dtype": Drop(
+            "master weights are float32; training.param_dtype is what a step computes in",
+            ("fp32", "float32"),
+        ),
+        "fsdp_config.param_offload": Drop(_OFFLOAD, (False,)),
+        "fsdp_config.optimizer_offload": Drop(_OFFLOAD, (False,)),
+        "fsdp_config.offload_policy": Drop(_OFFLOAD, (False,)),
+        "fsdp_config.fsdp_size": Drop("shards over all student workers", (-1,)),
+        "fsdp_config.reshard_after_forward": Drop(_RUN_ANYHOW),
+        "fsdp_config.forward_prefetch": Drop(_RUN_ANYHOW),
+        "fsdp_config.ulysses_sequence_parallel_size": Drop("sequences are not split", (1,)),
+    },
+    "actor_rollout_ref.rollout": {
+        "name": Drop("the engine is vLLM", ("vllm",)),
+        "mode": Drop("requests are asynchronous", ("async",)),
+        "n": Drop(
+            "a prompt is rolled out once a step; trainer.update_epochs and trainer.total_epochs "
+            "use it more often",
+            (1,),
+        ),
+        "tensor_model_parallel_size": Drop(_ONE_DEVICE, (1,)),
+        "data_parallel_size": Drop(_ONE_DEVICE, (1,)),
+        "expert_parallel_size": Drop(_ONE_DEVICE, (1,)),
+        "pipeline_model_parallel_size": Drop(_ONE_DEVICE, (1,)),
+        "n_gpus_per_node": Drop("engines run on the devices of the student workers"),
+        "nnodes": Drop("engines run on the devices of the student workers"),
+        "load_format": Drop(
+            "the target is read from its files: no sync replaces its weights",
+            ("auto", "safetensors"),
+        ),
+        "dtype": To("target.dtype", values.DTYPES),
+        "temperature": To("rollout.temperature"),
+        "top_p": To("rollout.top_p"),
+        "top_k": To("rollout.top_k"),
+        "do_sample": Drop("rollout.temperature decides: 0 is greedy"),
+        "ignore_eos": Drop("a response ends at its stop token", (False,)),
+        "prompt_length": To("data.max_prompt_length"),
+        "response_length": To("data.max_response_length"),
+        "gpu_memory_utilization": To("rollout.gpu_memory_utilization"),
+        "max_num_seqs": To("rollout.max_num_seqs"),
+        "max_model_len": With(
+            ("rollout.max_model_len",),
+            values.model_length,
+            "null up to prompt + response + 1, which would cut the last proposals",
+        ),
+        "max_num_batched_tokens": To("rollout.engine_kwargs.max_num_batched_tokens"),
+        "cudagraph_capture_sizes": To(
+            "rollout.engine_kwargs.compilation_config.cudagraph_capture_sizes"
+        ),
+        "enable_chunked_prefill": To("rollout.engine_kwargs.enable_chunked_prefill"),
+        "enable_prefix_caching": To("rollout.engine_kwargs.enable_prefix_caching"),
+        "enforce_eager": To("rollout.enforce_eager"),
+        "free_cache_engine": Drop("engines sleep while the draft is trained", (True,)),
+        "calculate_log_probs": Drop(
+            "a rollout records what the target gave its refused tokens, nothing else", (False,)
+        ),
+        "log_prob_*": Drop(_NO_OLD),
+        "disable_log_stats": Drop("metrics come from the engine's statistics"),
+        "skip_tokenizer_init": Drop("engines read token ids and answer text too"),
+        "layered_summon": Drop("only the draft is pushed"),
+        "val_kwargs.do_sample": Drop("validation is greedy", (False,)),
+        "val_kwargs.temperature": Drop("validation is greedy", (0,)),
+        "val_kwargs.top_k": Drop("validation is greedy"),
+        "val_kwargs.top_p": Drop("validation is greedy"),
+        "val_kwargs.n": Drop("a held-out prompt is answered once", (1,)),
+        "multi_turn.enable": Drop("one turn a prompt, rollout.agent.loop", (False,)),
+        "agent.num_workers": To("rollout.agent.num_workers"),
+        "agent.default_agent_loop": To("rollout.agent.loop", {"single_turn_agent": "single_turn"}),
+        "agent.agent_loop_config_path": Drop(
+            "agent loops are registered in rollout/agent_loop.py", (None,)
+        ),
+        "mtp._target_": Drop("one typed schema"),
+        "mtp.enable": Drop("target and draft always roll out together", (True,)),
+        "mtp.enable_rollout": Drop("target and draft always roll out together", (True,)),
+        "mtp.method": _OF_FAMILY,
+        "mtp.num_speculative_tokens": To("rollout.num_speculative_tokens"),
+        "mtp.draft_model_path": To("draft.path", values.a_path),
+        "engine_kwargs.vllm": To("rollout.engine_kwargs"),
+        "engine_kwargs.vllm.*": To("rollout.engine_kwargs.*", note="JSON stays one string"),
+        "engine_kwargs.sglang": Drop(_SGLANG),
+        "engine_kwargs.sglang.*": Drop(_SGLANG),
+    },
+    "distillation": {
+        "enabled": Drop("distillation is all there is", (True,)),
+        "teacher_logprob_source": To("teacher.source", values.SOURCES, "composed_main: composed"),
+        "teacher_key": To("teacher.key"),
+        "n_gpus_per_node": _OF_TEACHERS,
+        "nnodes": _OF_TEACHERS,
+        "teacher_models.*.num_replicas": _OF_TEACHERS,
+        "teacher_models.*.model_path": With(
+            ("teacher.models",),
+            values.teachers,
+            "named default, or by `key` when there are several",
+        ),
+        "teacher_models.*.key": With(
+            ("teacher.models",), values.teachers, "names a teacher when there are several"
+        ),
+        "teacher_models.*.inference.name": Drop("teacher servers are vLLM", ("vllm",)),
+        "teacher_models.*.inference.temperature": Drop("teachers score at temperature 1", (1,)),
+        "teacher_models.*.inference.dtype": Drop("target.dtype", ("bfloat16", "auto")),
+        "teacher_models.*.inference.gpu_memory_utilization": To("teacher.gpu_memory_utilization"),
+        "teacher_models.*.inference.max_num_seqs": To("teacher.max_num_seqs"),
+        "teacher_models.*.inference.max_num_batched_tokens": To(
+            "teacher.engine_kwargs.max_num_batched_tokens"
+        ),
+        "teacher_models.*.inference.enable_chunked_prefill": To(
+            "teacher.engine_kwargs.enable_chunked_prefill"
+        ),
+        "teacher_models.*.inference.enable_prefix_caching": To(
+            "teacher.engine_kwargs.enable_prefix_caching"
+        ),
+        "teacher_models.*.inference.engine_kwargs.vllm.*": To("teacher.engine_kwargs.*"),
+        "teacher_models.*.inference.engine_kwargs.sglang.*": Drop(_SGLANG),
+        "teacher_models.*.inference.enforce_eager": Drop("rollout.enforce_eager decides"),
+        "teacher_models.*.inference.max_model_len": Drop("prompt + response + 1"),
+        "teacher_models.*.inference.prompt_length": Drop(
+            "prompt + response is scored in one piece"
+        ),
+        "teacher_models.*.inference.response_length": Drop(
+            "prompt + response is scored in one piece"
+        ),
+        "teacher_models.*.inference.free_cache_engine": Drop(
+            "teacher servers have devices of their own"
+        ),
+        "teacher_models.*.inference.load_format": Drop(
+            "teachers are read from their files", ("auto", "safetensors")
+        ),
+        "teacher_models.*.inference.disable_log_stats": Drop(
+            "teachers keep no statistics that are read"
+        ),
+        "teacher_models.*.inference.skip_tokenizer_init": Drop("teachers read token ids"),
+        "teacher_models.*.inference.*_parallel_size": Drop(_ONE_DEVICE, (1,)),
+    },
+    "distillation.distillation_loss": {
+        "loss_mode": _OF_LOSS,
+        "reverse_kl_weight": _OF_LOSS,
+        "forward_kl_weight": _OF_LOSS,
+        "rejected_draft_use_reverse_kl": With(
+            ("opd.rejected_loss",), values.losses, "true: the estimator, whatever the weights"
+        ),
+        "use_tv_loss": With(
+            ("opd.response_loss", "opd.rejected_stream_weight", "opd.response_position_decay"),
+            values.losses,
+            "true: e2e_tv, which scores refused proposals with their blocks",
+        ),
+        "rejected_draft_stream_weight": With(
+            ("opd.rejected_stream_weight",), values.losses, "0 with use_tv_loss"
+        ),
+        "response_stream_weight": To("opd.response_stream_weight"),
+        "rejected_draft_position_decay": With(
+            ("opd.rejected_position_decay", "opd.response_position_decay"),
+            values.decays,
+            "0.9 when not given",
+        ),
+        "rejected_draft_position_decay_enabled": With(
+            ("opd.rejected_position_decay",), values.decays, "false: 1"
+        ),
+        "accept_draft_position_decay_enabled": With(
+            ("opd.response_position_decay",), values.decays, "the same decay, or 1"
+        ),
+        "rejected_draft_first_token_only": To("opd.rejected_first_only", values.flag),
+        "loss_max_clamp": To("opd.loss_max_clamp"),
+        "log_prob_min_clamp": To("opd.log_prob_min_clamp"),
+        "topk": To("teacher.top_k"),
+        "use_policy_gradient": To("opd.policy_gradient", values.flag),
+        "policy_loss_mode": Drop("PPO's clipped objective", ("vanilla",)),
+        "clip_ratio": To("opd.clip_ratio"),
+        "clip_ratio_low": To("opd.clip_ratio"),
+        "clip_ratio_high": To("opd.clip_ratio"),
+        "use_task_rewards": Drop(
+            "a reward is a function, opd.reward, with opd.policy_gradient=true", (False,)
+        ),
+        "distillation_loss_coef": Drop("there is no other loss to weigh it against", (1,)),
+        "use_replay_dis": Drop(
+            "diagnostics that train nothing; opd.replay_check_freq compares replay and engine"
+        ),
+        "confidence_loss_weight": To("opd.confidence_weight"),
+        "confidence_tv_target_mix": Drop("confidence learns what was accepted", (0,)),
+    },
+    "trainer": {
+        "n_gpus_per_node": With(
+            ("trainer.n_student_workers", "trainer.nnodes"),
+            values.students,
+            "times trainer.nnodes, 1 when not given",
+        ),
+        "default_local_dir": To("trainer.run_dir", note="holds all of the run"),
+        "logger": To(
+            "trainer.logger", values.loggers, "a list inside a string is read; file: jsonl"
+        ),
+        "resume_mode": To("trainer.resume_mode", values.or_path, "resume_path: path"),
+        "max_actor_ckpt_to_keep": To("trainer.keep_last"),
+        "max_critic_ckpt_to_keep": Drop("no critic"),
+        "critic_warmup": Drop("no critic", (0,)),
+        "balance_batch": Drop(_RUN_ANYHOW),
+        "log_val_generations": Drop("logs/cases.log shows a response a step"),
+        "val_only": Drop("`verl-opd eval` measures without training", (False,)),
+        "default_hdfs_dir": Drop("checkpoints stay in trainer.run_dir", (None,)),
+        "del_local_ckpt_after_load": Drop("trainer.keep_last decides", (False,)),
+        "use_legacy_worker_impl": Drop("one trainer"),
+        "save_start_step": Drop(
+            "checkpoints are written from the start, and trainer.keep_last of them stay"
+        ),
+        "save_by_test_metric_enabled": Drop(
+            "checkpoints/best is always the one with the highest held-out accept length", (False,)
+        ),
+        "save_by_test_metric_key": Drop("without effect unless save_by_test_metric_enabled"),
+        "save_by_test_metric_threshold": Drop("without effect unless save_by_test_metric_enabled"),
+        "rollout_speed_test_only": Drop("validation measures accept length", (True,)),
+        "rollout_speed_test_max_samples_per_benchmark": To("data.val_max_samples"),
+        "initial_val_max_samples_per_benchmark": To("data.val_max_samples"),
+        "rollout_speed_test_worker_count": Drop("held-out prompts go to all engines"),
+        "initial_val_worker_count": Drop("held-out prompts go to all engines"),
+        "rollout_speed_test_clear_kv_cache": Drop("every draft push empties the prefix cache"),
+        "initial_val_clear_kv_cache": Drop("every draft push empties the prefix cache"),
+        "initial_val_repeat_times": Drop("measured once: greedy answers to the same prompts"),
+    },
+    "algorithm": {
+        "adv_estimator": Drop("no advantages are estimated", ("grpo",)),
+        "use_kl_in_reward": Drop("no rewards", (False,)),
+        "*": Refuse(_NO_REWARDS),
+    },
+    "critic": {"*": Refuse(_NO_REWARDS)},
+    "reward_model": {"*": Refuse(_NO_REWARDS)},
+    "custom_reward_function": {"*": Refuse(_NO_REWARDS)},
+    "ray_kwargs.ray_init": {
+        "num_cpus": To("ray.num_cpus"),
+        "runtime_env.*": To("ray.runtime_env.*"),
+    },
+}
+TABLE: dict[str, Row] = {
+    f"{section}.{name}": row for section, rows in SECTIONS.items() for name, row in rows.items()
+}
+
+
+# --- translation ---
+
+
+def translate(overrides: list[str]) -> tuple[list[str], list[Translation]]:
+    """The override lines in our keys, and what became of each line that was not. Lines with keys
+    that are ours, or nobody's, pass unchanged.
+
+    Of several lines with one old key the last one counts, as in Hydra. ConfigError for a value that
+    cannot be had here, and for two spellings of a key that disagree.
+    """
+    lines = [_Line.of(text) for text in overrides]
+    counting = {line.key: line for line in lines}
+    given = {key: line.value for key, line in counting.items() if line.value is not UNREADABLE}
+    news = {key: _new_lines(line, given) for key, line in counting.items() if line.row is not None}
+    _check_agreement(counting, news)
+    translated, said = list[str](), list[Translation]()
+    written = {key for key, line in counting.items() if line.row is None}
+    for line in lines:
+        if line.row is None:
+            translated.append(line.text)
+        elif counting[line.key] is line:
+            new = news[line.key]
+            translated += [f"{key}={text}" for key, text in new.items() if key not in written]
+            written |= set(new)
+            said.append(
+                Translation(
+                    line.text,
+                    tuple(f"{key}={text}" for key, text in new.items()),
+                    _reason(line.row, new),
+                )
+            )
+    return translated, said
+
+
+@dataclass(frozen=True)
+class _Line:
+    """An override line; row is None where it passes unchanged."""
+
+    text: str
+    key: str = ""
+    raw: str = ""
+    value: Any = None
+    row: Row | None = None
+    tail: str = ""
+
+    @staticmethod
+    def of(text: str) -> _Line:
+        match = re.fullmatch(r"\+{0,2}([^+~=][^=]*)=(.*)", text, re.DOTALL)
+        if not match:
+            return _Line(text)
+        key, raw = match[1], match[2]
+        row, tail = _find(key)
+        if row is None and not is_known(key):
+            return _Line(text)
+        value = parsed(key, raw)
+        if value is UNREADABLE and isinstance(row, To) and row.new.endswith("*") and _is_json(raw):
+            raw = quoted(raw)
+            value = parsed(key, raw)
+        line = _Line(text, key, raw, value, row, tail)
+        unchanged = value is UNREADABLE or (
+            isinstance(row, To) and row.new == key and _new_text(line, row) == raw
+        )
+        return _Line(text, key, raw, value) if unchanged else line
+
+
+def _is_json(raw: str) -> bool:
+    try:
+        return isinstance(json.loads(raw), dict | list)
+    except ValueError:
+        return False
+
+
+@cache
+def _patterns() -> list[tuple[re.Pattern[str], Row]]:
+    """Rows whose key holds a `*`: one part of a key, at the end any number of them."""
+    starred = [(key, row) for key, row in TABLE.items() if "*" in key]
+    return [
+        (re.compile(re.sub(r"\\\*$", "(.+)", re.escape(key)).replace(r"\*", "([^.]+)")), row)
+        for key, row in starred
+    ]
+
+
+def _find(key: str) -> tuple[Row | None, str]:
+    """The row of `key`, and what its last `*` stands for."""
+    if key in TABLE:
+        return TABLE[key], ""
+    matches = ((pattern.fullmatch(key), row) for pattern, row in _patterns())
+    return next(((row, match[match.lastindex or 0]) for match, row in matches if match), (None, ""))
+
+
+def _new_lines(line: _Line, given: Given) -> dict[str, str]:
+    """New keys and their texts; empty when the line is dropped."""
+    row, shown = line.row, f"{line.key}={line.raw}"
+    if isinstance(row, Refuse):
+        raise ConfigError(f"{shown} has no meaning here ({row.why}): leave it out")
+    if isinstance(row, Drop):
+        if row.only and line.value not in row.only:
+            raise ConfigError(
+                f"{shown} cannot be had ({row.why}): use {' or '.join(map(in_words, row.only))}, "
+                "or leave it out"
+            )
+        return {}
+    if isinstance(row, With):
+        resolved = row.resolve(given)
+        return {key: resolved[key] for key in row.news if key in resolved}
+    assert isinstance(row, To)
+    return {row.new.replace("*", line.tail): _new_text(line, row)}
+
+
+def _new_text(line: _Line, row: To) -> str:
+    if isinstance(row.value, dict):
+        if str(line.value) not in row.value:
+            raise ConfigError(f"{line.key}={line.raw} is not one of {', '.join(row.value)}")
+        return row.value[str(line.value)]
+    try:
+        text = row.value(line.value) if row.value else None
+    except ValueError as error:
+        raise ConfigError(f"{line.key}={line.raw} must be {error}") from error
+    return line.raw if text is None else text
+
+
+def _check_agreement(counting: Mapping[str, _Line], news: Mapping[str, Mapping[str, str]]) -> None:
+    """ConfigError when two lines give one of our keys different values."""
+    claims = {key: line for key, line in counting.items() if line.row is None}
+    for old, new in news.items():
+        for key, raw in new.items():
+            line = _Line(counting[old].text, key, raw, parsed(key, raw))
+            other = claims.setdefault(key, line)
+            if line.value != other.value:
+                raise ConfigError(
+                    f"{other.text} and {line.text} both decide {key}, as {in_words(other.value)} "
+                    f"and {in_words(line.value)}: keep one"
+                )
+
+
+def _reason(row: Row, new: Mapping[str, str]) -> str:
+    if isinstance(row, Drop):
+        return row.why
+    note = row.note if isinstance(row, To | With) else ""
+    return note if new or not note else f"decides nothing beside the other lines ({note})"
+
+
+def in_words(value: Any) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# --- what people read ---
+
+
+def table(translations: list[Translation]) -> str:
+    """`old -> new`, a line each, aligned up to a width; empty for none."""
+    width = min(88, max((len(entry.old) for entry in translations), default=0))
+    rows = (
+        f"  {entry.old:<{width}} -> {'  '.join(entry.new) or f'dropped: {entry.reason}'}"
+        for entry in translations
+    )
+    return "".join(f"{row}\n" for row in rows)
