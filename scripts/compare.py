@@ -24,7 +24,7 @@ WARMUP_STEPS = 6
 VARIANTS = {
     "OPD, exact convention": [],
     "OPD, draft_opd convention": ["opd.convention=draft_opd"],
-    "OPD, without refusals": ["opd.rejected_stream_weight=0"],
+    "OPD, without rejections": ["opd.rejected_stream_weight=0"],
     "continued supervision": None,
 }
 

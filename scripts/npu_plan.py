@@ -276,7 +276,7 @@ def _scm_version(version: str) -> tuple[str, ...]:
     )  # the submodules are shallow, without tags
 
 
-def refusals(
+def rejections(
     seen: Collection[Finding],
     steps: Collection[Step],
     planner: Planner | None,
@@ -379,7 +379,7 @@ def _plan(options: argparse.Namespace, table: Mapping[str, Row]) -> int:
         else None
     )
     seen, steps = findings(table, machine, row), planner.steps() if planner else []
-    refused = refusals(seen, steps, planner, os.environ)
+    refused = rejections(seen, steps, planner, os.environ)
     if options.shell:
         print(f"install_npu: for vllm {row.vllm if row else 'unknown'} ({why})", file=sys.stderr)
         for step in steps:

@@ -95,9 +95,9 @@ def make_layout(lengths: list[int], anchors: list[list[int]], block: int = 4) ->
         block_tokens=torch.zeros(len(lengths), blocks, block, dtype=torch.long),
         block_size=block,
         response=stream,
-        refused=stream,
+        rejected=stream,
         drafted=stream,
-        judged=stream,
+        verified=stream,
     )
 
 

@@ -64,16 +64,16 @@ def make_item(
     prompt_len: int,
     response_len: int,
     labels: list[tuple[int, list[int]]],
-    refused: tuple[tuple[int, int, int, float], ...] = (),
+    rejected: tuple[tuple[int, int, int, float], ...] = (),
 ) -> TrainItem:
-    """labels: (anchor, supervised offsets) per block. refused: (anchor, offset, token, target
+    """labels: (anchor, supervised offsets) per block. rejected: (anchor, offset, token, target
     log-prob).
     """
     tokens = [
         (7 * i + 13 * prompt_len + 3 * response_len) % 96 for i in range(prompt_len + response_len)
     ]
     prompt, response = tuple(tokens[:prompt_len]), tuple(tokens[prompt_len:])
-    anchors = tuple(sorted({anchor for anchor, _ in labels} | {anchor for anchor, *_ in refused}))
+    anchors = tuple(sorted({anchor for anchor, _ in labels} | {anchor for anchor, *_ in rejected}))
     slots = [(anchor, offset) for anchor, offsets in labels for offset in offsets]
     plan = BlockPlan(
         block_size=BLOCK,
@@ -81,16 +81,16 @@ def make_item(
         response_block=tuple(anchors.index(anchor) for anchor, _ in slots),
         response_offset=tuple(offset for _, offset in slots),
         response_label=tuple(response[anchor + offset] for anchor, offset in slots),
-        refused_block=tuple(anchors.index(anchor) for anchor, *_ in refused),
-        refused_offset=tuple(offset for _, offset, _, _ in refused),
-        refused_token=tuple(token for *_, token, _ in refused),
-        refused_logprob=tuple(logprob for *_, logprob in refused),
+        rejected_block=tuple(anchors.index(anchor) for anchor, *_ in rejected),
+        rejected_offset=tuple(offset for _, offset, _, _ in rejected),
+        rejected_token=tuple(token for *_, token, _ in rejected),
+        rejected_logprob=tuple(logprob for *_, logprob in rejected),
     )
     return TrainItem(name, prompt, response, plan)
 
 
 def make_items() -> list[TrainItem]:
-    """Unequal samples: with and without refusals, a shared slot, an anchor on the prompt,
+    """Unequal samples: with and without rejections, a shared slot, an anchor on the prompt,
     overlapping blocks, nothing supervised.
     """
     return [

@@ -19,11 +19,11 @@ _FREE_PORTS = (
 class Device:
     """name: torch device type. ray_resource: what one worker asks Ray for (None = CPU only).
     visible_env: variable that masks devices; Ray sets it in every actor unless noset_env is set.
-    process_group_backend: for torch.distributed. sleep_level: what `RolloutServer.sleep` is called
-    with; level 1 keeps a host copy of the frozen target, which is never streamed again; 0 = pause
-    only, memory stays. attention: implementation for the frozen target. trainer_env, engine_env:
-    defaults for the environment of trainer ranks and of engines, which they set before they use the
-    device. engine_must: what an engine cannot do without.
+    process_group_backend: for torch.distributed. sleep_level: what `RolloutServerActor.sleep` is
+    called with; level 1 keeps a host copy of the frozen target, which is never streamed again; 0 =
+    pause only, memory stays. attention: implementation for the frozen target. trainer_env,
+    engine_env: defaults for the environment of trainer ranks and of engines, which they set before
+    they use the device. engine_must: what an engine cannot do without.
     """
 
     name: str

@@ -23,7 +23,7 @@ INJURIES = [
     ("VLLM::Worker", signal.SIGSTOP),
     ("ray::AgentLoopR", signal.SIGKILL),
     ("ray::RolloutEng", signal.SIGKILL),
-    ("ray::TrainRank", signal.SIGKILL),
+    ("ray::TrainWorker", signal.SIGKILL),
 ]
 
 
@@ -83,7 +83,7 @@ def test_a_run_survives_whatever_dies_and_stops_when_asked(tiny_llama_dir: Path,
                 0.1,
             )
             told, reached = log.read_text().count("starting again"), max(steps_of(folder))
-            if title == "ray::TrainRank":
+            if title == "ray::TrainWorker":
                 wait_for(
                     lambda: list(store.glob(".tmp-step_*")),
                     60,

@@ -164,7 +164,7 @@ def test_a_killed_run_resumes_where_it_was_and_ends_as_planned(tiny_llama_dir: P
         undocumented({name for row in metrics_of(folder) for name in row} - {"step", "time"})
         == set()
     )
-    assert "== step 4, sample" in (folder / "run" / "logs" / "cases.log").read_text()
+    assert "== step 4, sample" in (folder / "run" / "logs" / "samples.log").read_text()
 
     summary = json.loads((folder / "run" / "summary.json").read_text())
     assert "vllm serve" in summary["serve"]

@@ -43,7 +43,7 @@ MEASURED = (
 
 def outcome(folder: Path) -> tuple[dict[int, tuple[float, ...]], list[str]]:
     """Measurements by global step, the later one where a step ran twice, and the samples that
-    cases.log shows.
+    samples.log shows.
     """
     rows = {
         row["training/global_step"]: tuple(row[name] for name in MEASURED)
@@ -53,7 +53,7 @@ def outcome(folder: Path) -> tuple[dict[int, tuple[float, ...]], list[str]]:
     shown = dict(
         re.findall(
             r"^== step (\d+), sample (\S+)",
-            (folder / "run" / "logs" / "cases.log").read_text(),
+            (folder / "run" / "logs" / "samples.log").read_text(),
             re.MULTILINE,
         )
     )

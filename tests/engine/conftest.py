@@ -17,7 +17,7 @@ from tests.tiny import MASK_TOKEN_ID
 from verl_opd.config.schema import DraftConfig
 from verl_opd.drafts import get_family
 from verl_opd.drafts.base import DraftFamily
-from verl_opd.rollout.server import EngineSettings, GenerateResult, RolloutEngine
+from verl_opd.rollout.server import EngineSettings, GenerateResult, RolloutServer
 
 K = 3
 GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
@@ -28,7 +28,7 @@ FAMILY = get_family("dflash")
 class LiveEngine:
     """A started engine and the event loop that hosts it."""
 
-    engine: RolloutEngine
+    engine: RolloutServer
     settings: EngineSettings
     draft_config: dict[str, Any]
     loop: asyncio.AbstractEventLoop
@@ -93,7 +93,7 @@ def serve(
     settings = replace(settings, **changes)
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
-    live = LiveEngine(RolloutEngine(settings), settings, config, loop)
+    live = LiveEngine(RolloutServer(settings), settings, config, loop)
     live.call(live.engine.start())
     return live
 

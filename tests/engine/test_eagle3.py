@@ -23,7 +23,7 @@ from verl_opd.opd.losses import LossSpec, stream_totals
 from verl_opd.opd.metrics import reduce_metrics
 from verl_opd.opd.plan import TrainItem, plan_opd, restrict_labels
 from verl_opd.opd.trace import RolloutSample, check_trace, from_extra_fields
-from verl_opd.rollout.server import RolloutEngine
+from verl_opd.rollout.server import RolloutServer
 from verl_opd.snapshot import DraftSnapshot, checksum
 from verl_opd.training.trainer import DraftTrainer
 
@@ -170,7 +170,7 @@ def test_token_maps_do_not_travel_and_a_push_without_the_head_is_refused(
 
 
 def test_another_token_map_in_the_engine_is_found_by_the_probe(eagle: LiveEngine):
-    engine = RolloutEngine(replace(eagle.settings, token_map="0" * 32))
+    engine = RolloutServer(replace(eagle.settings, token_map="0" * 32))
     engine._engine = eagle.engine._engine
     with pytest.raises(RolloutError, match="token_map is"):
         eagle.call(engine._probe())

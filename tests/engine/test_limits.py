@@ -18,7 +18,7 @@ from tests.engine.conftest import K, LiveEngine, start_engine
 from tests.engine.test_server import request
 from tests.engine.test_traces import trace_of
 from verl_opd.errors import RolloutError
-from verl_opd.rollout.server import RolloutEngine
+from verl_opd.rollout.server import RolloutServer
 
 pytestmark = pytest.mark.engine
 MAX_MODEL_LEN = 256
@@ -137,7 +137,7 @@ def test_a_failed_probe_stops_what_it_started(tight: LiveEngine):
         }
 
     before = alive()
-    engine = RolloutEngine(replace(tight.settings, mask_token_id=9))
+    engine = RolloutServer(replace(tight.settings, mask_token_id=9))
     with pytest.raises(RolloutError, match="mask_token_id is 3 in the engine, configured 9"):
         tight.call(engine.start())
     assert engine._engine is not None
@@ -145,6 +145,6 @@ def test_a_failed_probe_stops_what_it_started(tight: LiveEngine):
 
 
 def test_an_engine_argument_that_does_not_exist_is_named(tight: LiveEngine):
-    engine = RolloutEngine(replace(tight.settings, engine_kwargs={"no_such_argument": 1}))
+    engine = RolloutServer(replace(tight.settings, engine_kwargs={"no_such_argument": 1}))
     with pytest.raises(RolloutError, match="no_such_argument"):
         tight.call(engine.start())

@@ -160,7 +160,7 @@ def test_blocks_anchored_one_token_late_are_found(
             drafted=tuple(item.plan.drafted[i] for i in keep),
             **dict.fromkeys(("response_block", "response_offset", "response_label"), none),
             **dict.fromkeys(
-                ("refused_block", "refused_offset", "refused_token", "refused_logprob"), none
+                ("rejected_block", "rejected_offset", "rejected_token", "rejected_logprob"), none
             ),
         )
         items.append(replace(item, plan=late))

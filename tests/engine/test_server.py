@@ -12,7 +12,7 @@ import pytest
 
 from tests.engine.conftest import LiveEngine
 from verl_opd.errors import RolloutError
-from verl_opd.rollout.server import RolloutEngine, engine_arguments
+from verl_opd.rollout.server import RolloutServer, engine_arguments
 
 pytestmark = pytest.mark.engine
 
@@ -101,7 +101,7 @@ def test_a_taken_port_is_named(live: LiveEngine):
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(RolloutError, match=f"port {port} on 127.0.0.1 is taken"):
-            RolloutEngine(replace(live.settings, http_port=port))._listen()
+            RolloutServer(replace(live.settings, http_port=port))._listen()
 
 
 def test_engine_kwargs_come_last_and_json_is_parsed(live: LiveEngine):

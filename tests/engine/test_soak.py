@@ -16,7 +16,7 @@ from tests.engine.conftest import GREEDY, LiveEngine, start_engine
 from tests.unit.rollout.test_agent_loop import Remote
 from verl_opd.data.prompts import Prompt
 from verl_opd.opd.trace import RolloutSample, check_trace
-from verl_opd.rollout.agent_loop import AgentLoopRunner
+from verl_opd.rollout.agent_loop import AgentLoopWorker
 from verl_opd.rollout.router import Router
 from verl_opd.snapshot import DraftSnapshot, checksum
 
@@ -56,7 +56,7 @@ def test_two_thousand_requests_over_two_replicas_are_all_answered_with_their_own
     pair: list[LiveEngine],
 ):
     servers, router = [OnItsLoop(live) for live in pair], Router(2)
-    runner = AgentLoopRunner(
+    runner = AgentLoopWorker(
         "single_turn", [Remote(server) for server in servers], Remote(router), IN_FLIGHT, 300.0
     )
     prompts = [

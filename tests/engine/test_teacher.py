@@ -13,14 +13,14 @@ from transformers import AutoModelForCausalLM
 
 from verl_opd.errors import RolloutError
 from verl_opd.opd.trace import TeacherScores
-from verl_opd.rollout.teacher import TeacherEngine, TeacherSettings
+from verl_opd.rollout.teacher import TeacherServer, TeacherSettings
 
 TOP_K = 5
 
 
 class LiveTeacher:
     def __init__(self, settings: TeacherSettings) -> None:
-        self.engine, self.loop = TeacherEngine(settings), asyncio.new_event_loop()
+        self.engine, self.loop = TeacherServer(settings), asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
 
     def call(self, work, timeout: float = 300):

@@ -14,7 +14,13 @@ from transformers import AutoModelForCausalLM
 from tests.engine.conftest import FAMILY, K, LiveEngine
 from verl_opd.opd.layout import build_layout
 from verl_opd.opd.plan import TrainItem, plan_opd
-from verl_opd.opd.trace import RolloutSample, VerifyTrace, check_trace, from_extra_fields, refusals
+from verl_opd.opd.trace import (
+    RolloutSample,
+    VerifyTrace,
+    check_trace,
+    from_extra_fields,
+    rejections,
+)
 from verl_opd.rollout.server import GenerateResult
 from verl_opd.targets.hf import HFTarget
 
@@ -68,7 +74,7 @@ def test_refused_logprobs_are_the_targets_on_the_drafts_own_prefix(
     checked = 0
     for step in trace.steps:
         known = [*prompts[0], *result.token_ids[: step.anchor + 1]]
-        for item in refusals(VerifyTrace(trace.response_len, (step,))):
+        for item in rejections(VerifyTrace(trace.response_len, (step,))):
             prefix = [*known, *step.drafted[: item.offset - 1]]
             assert item.logprob == pytest.approx(
                 logprob(model, prefix, item.token, temperature or 1.0), abs=2e-3

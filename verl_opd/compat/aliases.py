@@ -414,7 +414,7 @@ SECTIONS: dict[str, dict[str, Row]] = {
         "max_critic_ckpt_to_keep": Drop("no critic"),
         "critic_warmup": Drop("no critic", (0,)),
         "balance_batch": Drop(_RUN_ANYHOW),
-        "log_val_generations": Drop("logs/cases.log shows a response a step"),
+        "log_val_generations": Drop("logs/samples.log shows a response a step"),
         "val_only": Drop("`verl-opd eval` measures without training", (False,)),
         "default_hdfs_dir": Drop("checkpoints stay in trainer.run_dir", (None,)),
         "del_local_ckpt_after_load": Drop("trainer.keep_last decides", (False,)),

@@ -126,7 +126,7 @@ class OpdConfig:
     log_prob_min_clamp: float | None = -10.0
     response_anchor_stride: int = 1  # keep every s-th response anchor, and the last
     max_response_anchors: int = 0  # per sample, evenly spread, the last kept; 0 = unlimited
-    # ablation: response segments at random places of the response, refusals where they were
+    # ablation: response segments at random places of the response, rejections where they were
     random_anchors: bool = False
     # of a block's refused proposals only the first; switches the position decay off
     rejected_first_only: bool = False

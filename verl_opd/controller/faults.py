@@ -80,10 +80,10 @@ class StopSignal:
         )  # whoever was interrupted may hold the lock of every buffered stream
 
 
-def ailment(server: Any) -> str:
+def failure(server: Any) -> str:
     """Why an engine server cannot go on; empty when it can."""
     try:
-        return str(ray.get(server.ailment.remote(), timeout=_PING_SECONDS))
+        return str(ray.get(server.failure.remote(), timeout=_PING_SECONDS))
     except ray.exceptions.GetTimeoutError:
         return f"no answer in {_PING_SECONDS:.0f} s"
     except ray.exceptions.RayError as error:

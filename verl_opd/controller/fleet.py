@@ -10,17 +10,17 @@ from typing import Any
 import ray
 
 from verl_opd.config.schema import Config
-from verl_opd.controller.faults import Restarts, ailment, first_line
+from verl_opd.controller.faults import Restarts, failure, first_line
 from verl_opd.controller.phases import Phase, PhaseMachine
 from verl_opd.controller.placement import Placement, driver_options
 from verl_opd.data.prompts import Prompt
 from verl_opd.errors import RolloutError, WeightSyncError, WorkerDied
 from verl_opd.opd.trace import RolloutSample
-from verl_opd.rollout.agent_loop import AgentLoopWorker, SampleFailure
+from verl_opd.rollout.agent_loop import AgentLoopWorkerActor, SampleFailure
 from verl_opd.rollout.router import RouterActor
-from verl_opd.rollout.server import EngineSettings, RolloutServer
+from verl_opd.rollout.server import EngineSettings, RolloutServerActor
 from verl_opd.rollout.sync import SyncReport, push_draft
-from verl_opd.rollout.teacher import TeacherServer, TeacherSettings
+from verl_opd.rollout.teacher import TeacherServerActor, TeacherSettings
 from verl_opd.snapshot import DraftSnapshot
 
 _STOP_SECONDS = 60.0
@@ -53,7 +53,7 @@ class Fleet:
         self._teachers: list[Any] = []
         self._by_name: dict[str, list[Any]] = {}
         for index, teacher in enumerate(teachers):
-            server = TeacherServer.options(**placement.teacher_options(index)).remote(teacher)
+            server = TeacherServerActor.options(**placement.teacher_options(index)).remote(teacher)
             self._teachers.append(server)
             self._by_name.setdefault(teacher.name, []).append(server)
         placement.actors.extend(self._teachers)
@@ -63,7 +63,7 @@ class Fleet:
         self._agents = [self._new_agent() for _ in range(count)]
 
     def _new_server(self, index: int) -> Any:
-        server = RolloutServer.options(**self._placement.actor_options(index)).remote(
+        server = RolloutServerActor.options(**self._placement.actor_options(index)).remote(
             self._settings[index]
         )
         self._placement.actors.append(server)
@@ -71,7 +71,7 @@ class Fleet:
 
     def _new_agent(self) -> Any:
         rollout = self._cfg.rollout
-        agent = AgentLoopWorker.options(**driver_options()).remote(
+        agent = AgentLoopWorkerActor.options(**driver_options()).remote(
             rollout.agent.loop,
             self.servers,
             self._router,
@@ -184,7 +184,7 @@ class Fleet:
                 self.counts["agent_restarts"] += 1
                 replaced = True
         failures = [outcome for outcome in outcomes if isinstance(outcome, SampleFailure)]
-        replaced = self.heal() or replaced
+        replaced = self.replace_failed() or replaced
         if replaced:  # nothing is in flight now, and what died has not signed off
             ray.get(self._router.reset.remote())
         if failures and not replaced:
@@ -198,22 +198,22 @@ class Fleet:
         engines = [
             f"engine {index} is lost ({why})"
             for index, server in enumerate(self.servers)
-            if (why := ailment(server))
+            if (why := failure(server))
         ]
         return engines + [
             f"teacher {index} is lost ({why})"
             for index, server in enumerate(self._teachers)
-            if (why := ailment(server))
+            if (why := failure(server))
         ]
 
-    def heal(self) -> bool:
+    def replace_failed(self) -> bool:
         """Start every server again that no longer answers or says it cannot go on; whether there
         was one. WorkerDied when restarts are used up, or a whole node is lost.
         """
-        sick = {
+        failed = {
             index: reason
             for index, server in enumerate(self.servers)
-            if (reason := ailment(server))
+            if (reason := failure(server))
         }
         if (
             lost := self._placement.lost_nodes()
@@ -221,10 +221,10 @@ class Fleet:
             # there too
         ):
             raise WorkerDied(f"node {', '.join(lost)} is lost")
-        for index, reason in sick.items():
+        for index, reason in failed.items():
             self._restarts.spend(f"engine {index} is lost ({reason})")
             self._replace(index)
-        return bool(sick)
+        return bool(failed)
 
     def _replace(self, index: int) -> None:
         """A new server in the place of a dead one, with the draft, drafting switch and phase of the
@@ -275,7 +275,7 @@ class Fleet:
         """Wake weights, push and prove the draft, wake the KV cache, drop cached prefixes: the only
         order that is allowed.
         """
-        self.heal()  # an engine may have died asleep, while the trainers worked
+        self.replace_failed()  # an engine may have died asleep, while the trainers worked
         self._advance("wake_weights")
         ray.get([server.wake.remote(["weights"]) for server in self.servers])
         self._advance("sync")

@@ -42,7 +42,7 @@ from verl_opd.opd.trace import RolloutSample, is_finite
 from verl_opd.report.acceptance import BenchmarkResult, rollout_metrics
 from verl_opd.report.console import Console, Phase
 from verl_opd.report.diagnosis import Diagnosis, checklist
-from verl_opd.report.sample_log import CaseLog
+from verl_opd.report.sample_log import SampleLog
 from verl_opd.report.timing import Stopwatch
 from verl_opd.report.trackers import Trackers
 from verl_opd.snapshot import DraftSnapshot
@@ -87,7 +87,7 @@ class Loop:
     facts: dict[
         str, object
     ]  # what a diagnosis should show: layer ids, mask token and the like, as configured
-    cases: CaseLog
+    sample_log: SampleLog
     # what warm-up learns from instead of fresh target text
     conversations: Loader[RolloutSample] | None = None
     reward: Reward | None = None
@@ -264,7 +264,7 @@ class Loop:
                 )
             )
             if check:
-                self._judge_replay(metrics)
+                self._check_replay(metrics)
         return metrics
 
     def _opd_plan(self, sample: RolloutSample) -> BlockPlan:
@@ -279,7 +279,7 @@ class Loop:
             random_anchor_seed=self.cfg.trainer.seed if opd.random_anchors else None,
             rejected_first_only=opd.rejected_first_only,
             max_rejected_tokens=opd.max_rejected_tokens,
-            chained=get_family(self.cfg.draft.family).chained,
+            autoregressive=get_family(self.cfg.draft.family).autoregressive,
         )
         return restrict_labels(plan, self.proposable)
 
@@ -300,7 +300,7 @@ class Loop:
             and (math.ceil(self.progress.opd_step / accumulate) - 1) % every == 0
         )
 
-    def _judge_replay(self, metrics: Sequence[StepMetrics]) -> None:
+    def _check_replay(self, metrics: Sequence[StepMetrics]) -> None:
         opd = self.cfg.opd
         facts = {
             "engine draft version": self.progress.sync.version,
@@ -344,7 +344,9 @@ class Loop:
         """
         lengths = [len(sample.response_ids) for sample in samples]
         totals = stream_totals([item.plan for item in items], lengths, spec)
-        supervised = [item for item in items if item.plan.response_block or item.plan.refused_block]
+        supervised = [
+            item for item in items if item.plan.response_block or item.plan.rejected_block
+        ]
         update = StepMetrics()
         for part in self.trainers.update(supervised, totals, spec, lr, check_replay):
             update.merge(part)
@@ -392,7 +394,7 @@ class Loop:
     ) -> None:
         """Validate when due, log the step, of `rollouts` rollout steps, once under the raw step
         number, then save when due: a step that a checkpoint holds has been logged. `shown` goes to
-        cases.log.
+        samples.log.
         """
         step, trainer = self.progress.global_step, self.cfg.trainer
         results: list[BenchmarkResult] = []
@@ -421,7 +423,7 @@ class Loop:
         if "perf/total_num_tokens" in metrics:
             metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / metrics["timing_s/step"]
         self.trackers.log(step, metrics)
-        self.cases.write(step, shown)
+        self.sample_log.write(step, shown)
         bar.advance(metrics)
         if results or due(trainer.save_freq, step, rollouts):
             self._save(tau=mean_tau(results))

@@ -33,7 +33,7 @@ from verl_opd.opd.names import TOP_K_LOSS
 from verl_opd.opd.trace import RolloutSample
 from verl_opd.report.console import Console
 from verl_opd.report.rundir import RunDir, write_atomic
-from verl_opd.report.sample_log import CaseLog
+from verl_opd.report.sample_log import SampleLog
 from verl_opd.report.summary import print_summary, write_summary
 from verl_opd.report.trackers import Trackers
 from verl_opd.rollout.server import EngineSettings
@@ -351,7 +351,7 @@ def _train_from(
             progress,
             job.identity,
             job.facts,
-            CaseLog(run.logs / "cases.log", job.decode),
+            SampleLog(run.logs / "samples.log", job.decode),
             at.conversations,
             job.reward,
             None if job.vocabulary is None else frozenset(job.vocabulary.token_ids.tolist()),

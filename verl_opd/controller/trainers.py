@@ -19,7 +19,7 @@ from verl_opd.opd.losses import LossSpec, StreamTotals
 from verl_opd.opd.metrics import StepMetrics
 from verl_opd.opd.plan import TrainItem
 from verl_opd.snapshot import DraftSnapshot
-from verl_opd.training.worker import LOOPBACK, TrainWorker
+from verl_opd.training.worker import LOOPBACK, TrainWorkerActor
 
 
 def balance(items: Sequence[TrainItem], ranks: int) -> list[list[TrainItem]]:
@@ -45,7 +45,7 @@ class Trainers:
         nodes = {slot.node_id for slot in placement.slots}
         self._address = placement.slots[0].node_ip if len(nodes) > 1 else LOOPBACK
         self._ranks = [
-            TrainWorker.options(**placement.actor_options(slot.index)).remote(
+            TrainWorkerActor.options(**placement.actor_options(slot.index)).remote(
                 cfg,
                 draft_config,
                 slot.index,

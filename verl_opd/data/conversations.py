@@ -16,7 +16,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from verl_opd.data.rows import Row, check_refused, read_rows
+from verl_opd.data.rows import Row, check_invalid, read_rows
 from verl_opd.errors import ConfigError
 from verl_opd.opd.trace import RolloutSample, VerifyTrace
 
@@ -27,8 +27,8 @@ _OPEN, _CLOSE = "<think>", "</think>"
 @dataclass(frozen=True)
 class ConversationReport:
     """What happened to the rows of a set of conversations. rows: read. dropped_overlong: longer
-    than max_length tokens. dropped_unsupervised: without a token to learn. refused: place and
-    reason of every row that the template refuses. context_turns: assistant turns, of kept rows,
+    than max_length tokens. dropped_unsupervised: without a token to learn. invalid: place and
+    reason of every row that the template rejects. context_turns: assistant turns, of kept rows,
     that are context only; open_turns: supervised ones without a stop token. supervised, tokens: of
     kept rows.
     """
@@ -36,7 +36,7 @@ class ConversationReport:
     rows: int
     dropped_overlong: int
     dropped_unsupervised: int
-    refused: tuple[str, ...]
+    invalid: tuple[str, ...]
     max_length: int
     context_turns: int
     open_turns: int
@@ -60,8 +60,9 @@ class ConversationReport:
                 "not learned from them"
             )
         return text + (
-            f"; {len(self.refused)} refused by the chat template (first {self.refused[0]})"
-            if self.refused
+            f"; {len(self.invalid)} skipped: not valid for the chat template (first "
+            f"{self.invalid[0]})"
+            if self.invalid
             else ""
         )
 
@@ -92,7 +93,7 @@ def load_conversations(
 
     `tokenizer`: a fast transformers tokenizer with a chat template. `stop_ids`: every token that
     ends a response of the target. ConfigError names file and line of a bad row, and the counts when
-    the template refuses many rows or nothing is left to learn.
+    the template rejects many rows or nothing is left to learn.
     """
     if (
         not getattr(tokenizer, "is_fast", False)
@@ -103,14 +104,14 @@ def load_conversations(
             "from both"
         )
     rows = read_rows(files, key, "warmup.messages_key")
-    samples, refused = list[RolloutSample](), list[str]()
+    samples, invalid = list[RolloutSample](), list[str]()
     overlong = unsupervised = context = open_turns = tokens = 0
     for index, row in enumerate(rows):
         _check_roles(row)
         try:
             masked = mask_conversation(row, tokenizer, stop_ids, template_kwargs or {})
         except (TemplateError, TypeError) as error:
-            refused.append(f"{row.place}: {error}")
+            invalid.append(f"{row.place}: {error}")
             continue
         if len(masked.ids) > max_length:
             overlong += 1
@@ -128,14 +129,14 @@ def load_conversations(
         len(rows),
         overlong,
         unsupervised,
-        tuple(refused),
+        tuple(invalid),
         max_length,
         context,
         open_turns,
         supervised,
         tokens,
     )
-    check_refused(refused, len(rows), "conversations")
+    check_invalid(invalid, len(rows), "conversations")
     if not samples:
         raise ConfigError(
             f"no conversation is left of {', '.join(map(str, files))}: {report}; check "

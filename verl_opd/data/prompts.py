@@ -11,7 +11,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from verl_opd.data.rows import Row, check_refused, read_rows
+from verl_opd.data.rows import Row, check_invalid, read_rows
 from verl_opd.errors import ConfigError
 
 
@@ -34,18 +34,18 @@ class Prompt:
 @dataclass(frozen=True)
 class DataReport:
     """What happened to the rows of a data set. rows: read (after max_samples). dropped_overlong:
-    longer than max_prompt_length tokens. refused: place and reason of every row that the chat
-    template refuses.
+    longer than max_prompt_length tokens. invalid: place and reason of every row that the chat
+    template rejects.
     """
 
     rows: int
     dropped_overlong: int
     max_prompt_length: int
-    refused: tuple[str, ...] = ()
+    invalid: tuple[str, ...] = ()
 
     @property
     def kept(self) -> int:
-        return self.rows - self.dropped_overlong - len(self.refused)
+        return self.rows - self.dropped_overlong - len(self.invalid)
 
     def __str__(self) -> str:
         text = (
@@ -53,8 +53,9 @@ class DataReport:
             f"{self.max_prompt_length} prompt tokens"
         )
         return text + (
-            f", {len(self.refused)} refused by the chat template (first {self.refused[0]})"
-            if self.refused
+            f", {len(self.invalid)} skipped: not valid for the chat template (first "
+            f"{self.invalid[0]})"
+            if self.invalid
             else ""
         )
 
@@ -75,8 +76,8 @@ def load_prompts(
 
     `tokenizer` is a transformers tokenizer; `template_kwargs` go to its chat template. teacher_key:
     the field that names a row's teacher, which has to be one of `teachers` where there are several.
-    Rows that the template refuses are dropped and counted while they are at most one in twenty
-    (REFUSED_SHARE). ConfigError names file and line of a bad row, and the counts when nothing is
+    Rows that the template rejects are dropped and counted while they are at most one in twenty
+    (INVALID_SHARE). ConfigError names file and line of a bad row, and the counts when nothing is
     left.
     """
     if getattr(tokenizer, "chat_template", None) is None:
@@ -85,12 +86,12 @@ def load_prompts(
             "no chat template"
         )
     rows = read_rows(files, prompt_key, "data.prompt_key", max_samples)
-    prompts, dropped, refused = [], 0, list[str]()
+    prompts, dropped, invalid = [], 0, list[str]()
     for index, row in enumerate(rows):
         try:
             ids = _apply_template(row, tokenizer, template_kwargs or {})
         except (TemplateError, TypeError) as error:
-            refused.append(f"{row.place}: {error}")
+            invalid.append(f"{row.place}: {error}")
             continue
         if len(ids) > max_prompt_length:
             dropped += 1
@@ -104,8 +105,8 @@ def load_prompts(
                     _teacher_of(row, teacher_key, teachers),
                 )
             )
-    report = DataReport(len(rows), dropped, max_prompt_length, tuple(refused))
-    check_refused(refused, len(rows), "prompts")
+    report = DataReport(len(rows), dropped, max_prompt_length, tuple(invalid))
+    check_invalid(invalid, len(rows), "prompts")
     if not prompts:
         raise ConfigError(
             f"no prompt is left of {', '.join(map(str, files))}: {report}; raise "

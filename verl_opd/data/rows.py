@@ -13,7 +13,7 @@ from typing import Any
 
 from verl_opd.errors import ConfigError
 
-REFUSED_SHARE = 0.05  # of a set's rows that a chat template may refuse before that is an error
+INVALID_SHARE = 0.05  # of a set's rows that a chat template may refuse before that is an error
 _ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
 
 
@@ -45,11 +45,11 @@ def read_rows(
     )
 
 
-def check_refused(refused: Sequence[str], rows: int, what: str) -> None:
-    """ConfigError when more than one row in twenty was refused by the template."""
-    if len(refused) > REFUSED_SHARE * rows:
+def check_invalid(invalid: Sequence[str], rows: int, what: str) -> None:
+    """ConfigError when more than one row in twenty was invalid by the template."""
+    if len(invalid) > INVALID_SHARE * rows:
         raise ConfigError(
-            f"the chat template refuses {len(refused)} of {rows} {what}: {'; '.join(refused[:3])}"
+            f"the chat template rejects {len(invalid)} of {rows} {what}: {'; '.join(invalid[:3])}"
         )
 
 

@@ -47,16 +47,16 @@ class DraftFamily(Protocol):
     """name: value of draft.family. engine_method: vLLM's speculative_config["method"].
     engine_names: (prefix of a parameter in vLLM's draft module, after its leading "model.", public
     prefix) where the two differ. has_own_head: whether drafts bring an LM head instead of borrowing
-    the target's. chained: whether a proposal is drafted from the one before it, so that a slot
-    after a refused one has seen the refused token. v2_runner: whether only vLLM's V2 model runner
-    drafts with it, which needs an accelerator.
+    the target's. autoregressive: whether a proposal is drafted from the one before it, so that a
+    slot after a refused one has seen the refused token. v2_runner: whether only vLLM's V2 model
+    runner drafts with it, which needs an accelerator.
     """
 
     name: str
     engine_method: str
     engine_names: tuple[tuple[str, str], ...]
     has_own_head: bool
-    chained: bool
+    autoregressive: bool
     v2_runner: bool
 
     def derive_config(
@@ -158,7 +158,7 @@ class DraftFamily(Protocol):
     def for_reader(
         self, config: Mapping[str, Any], reader: str, use: Use
     ) -> tuple[dict[str, Any], Callable[[str], str]]:
-        """config.json, and what to call each parameter, for one of the readers of readers.py;
+        """config.json, and what to call each parameter, for one of the readers of formats.py;
         ConfigError when it does not read this family. What `load_config` and `load_weights` read
         back is the same draft, but for sglang.
         """

@@ -1,10 +1,10 @@
 """Whole blocks as chains of states, for losses that look at a block end to end (Draft-OPD's exact
 total variation).
 
-A position's target distribution is conditioned on the draft's own tokens. Up to the first refused
+A position's target distribution is conditioned on the draft's own tokens. Up to the first rejected
 proposal these are the response's, so the target's rows over the recorded sequence serve; behind it
-the target has to read the refused tokens: a branch, the prefix up to the first refused proposal
-followed by the refused ones.
+the target has to read the rejected tokens: a branch, the prefix up to the first rejected proposal
+followed by the rejected ones.
 """
 
 from __future__ import annotations
@@ -40,20 +40,22 @@ class Chains:
 
 
 def chain_offsets(plan: BlockPlan) -> list[tuple[list[int], list[int]]]:
-    """Per block: (its offsets in order, the refused ones among them). A block with refusals is its
-    accepted prefix and what was refused, without the correction; any other is its labelled segment.
-    ValueError when refused offsets do not follow each other.
+    """Per block: (its offsets in order, the rejected ones among them). A block with rejections is
+    its accepted prefix and what was rejected, without the correction; any other is its labelled
+    segment. ValueError when rejected offsets do not follow each other.
     """
     labelled: list[list[int]] = [[] for _ in plan.anchors]
-    refused: list[list[int]] = [[] for _ in plan.anchors]
+    rejected: list[list[int]] = [[] for _ in plan.anchors]
     for block, offset in zip(plan.response_block, plan.response_offset, strict=True):
         labelled[block].append(offset)
-    for block, offset in zip(plan.refused_block, plan.refused_offset, strict=True):
-        refused[block].append(offset)
+    for block, offset in zip(plan.rejected_block, plan.rejected_offset, strict=True):
+        rejected[block].append(offset)
     chains = []
-    for anchor, segment, suffix in zip(plan.anchors, labelled, refused, strict=True):
+    for anchor, segment, suffix in zip(plan.anchors, labelled, rejected, strict=True):
         if suffix and suffix != list(range(suffix[0], suffix[0] + len(suffix))):
-            raise ValueError(f"refused offsets {suffix} of the block at anchor {anchor} have a gap")
+            raise ValueError(
+                f"rejected offsets {suffix} of the block at anchor {anchor} have a gap"
+            )
         chains.append(([*range(1, suffix[0]), *suffix] if suffix else sorted(segment), suffix))
     return chains
 
@@ -76,7 +78,7 @@ def build_chains(
         tokens = {
             (b, o): t
             for b, o, t in zip(
-                plan.refused_block, plan.refused_offset, plan.refused_token, strict=True
+                plan.rejected_block, plan.rejected_offset, plan.rejected_token, strict=True
             )
         }
         for block, (offsets, suffix) in enumerate(chain_offsets(plan)):

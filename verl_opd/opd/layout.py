@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from verl_opd.opd.plan import TrainItem
-from verl_opd.opd.plan import judged as judged_of
+from verl_opd.opd.plan import verified_proposals as verified_proposals
 from verl_opd.opd.trace import TeacherScores
 
 
@@ -38,9 +38,9 @@ class Stream:
     sample [M]: row of the micro-batch. slot [M]: n*B + j, index into the sample's N*B draft slots.
     token [M]. offset [M]: j, 1-based. Response stream: target_row [M], index into the sample's S
     target rows, the one that scores the same token; teacher_logprob [M] float32 only when a teacher
-    server scored the samples. Refused stream: teacher_logprob [M] float32 as the engine recorded
+    server scored the samples. Rejected stream: teacher_logprob [M] float32 as the engine recorded
     it, on the draft's own prefix, which no row of the response has seen; target_row is empty.
-    Judged stream: proposals that the target judged, token = 1 where accepted, else 0. Drafted
+    Verified stream: proposals that the target verified, token = 1 where accepted, else 0. Drafted
     stream: every proposal of the engine, accepted or not; nothing is supervised with it.
     """
 
@@ -72,9 +72,9 @@ class Layout:
     block_tokens: Tensor
     block_size: int
     response: Stream
-    refused: Stream
+    rejected: Stream
     drafted: Stream
-    judged: Stream
+    verified: Stream
     old_logprob: Tensor = field(default_factory=lambda: torch.zeros(0))
     reward: Tensor = field(default_factory=lambda: torch.zeros(0))
     top_ids: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.long))
@@ -90,13 +90,13 @@ def build_layout(
     items: Sequence[TrainItem],
     device: torch.device | str = "cpu",
     drafted: bool = True,
-    judged: bool = True,
+    verified: bool = True,
 ) -> Layout:
     """Pad `items` (same block size, at least one) into tensors on `device`. ValueError for a plan
     that does not fit its sample.
 
     drafted False leaves the drafted stream empty: only the replay check looks at it, and it is the
-    longest. judged False likewise: only a confidence head does.
+    longest. verified False likewise: only a confidence head does.
     """
     sizes = {item.plan.block_size for item in items}
     if len(sizes) != 1:
@@ -125,9 +125,9 @@ def build_layout(
         block_tokens=tokens.to(device),
         block_size=sizes.pop(),
         response=_response_stream(items, scores.logprobs, device),
-        refused=_refused_stream(items, device),
+        rejected=_refused_stream(items, device),
         drafted=_drafted_stream(items if drafted else (), device),
-        judged=_judged_stream(items if judged else (), device),
+        verified=_judged_stream(items if verified else (), device),
         old_logprob=torch.tensor(_old_logprobs(items), dtype=torch.float32, device=device),
         reward=torch.tensor(
             [item.reward for item in items for _ in item.plan.response_label],
@@ -236,13 +236,13 @@ def _refused_stream(items: Sequence[TrainItem], device: torch.device | str) -> S
     for index, item in enumerate(items):
         plan = item.plan
         for block, offset, token in zip(
-            plan.refused_block, plan.refused_offset, plan.refused_token, strict=True
+            plan.rejected_block, plan.rejected_offset, plan.rejected_token, strict=True
         ):
             entries.append((index, _slot(item, block, offset), token, offset))
-        logprobs.extend(plan.refused_logprob)
+        logprobs.extend(plan.rejected_logprob)
     if len(logprobs) != len(entries):
         raise ValueError(
-            f"{len(entries)} refused tokens came with {len(logprobs)} target log-probs"
+            f"{len(entries)} rejected tokens came with {len(logprobs)} target log-probs"
         )
     sample, slots, tokens, offsets = (
         torch.tensor(entries, dtype=torch.long, device=device).reshape(-1, 4).unbind(1)
@@ -273,7 +273,7 @@ def _judged_stream(items: Sequence[TrainItem], device: torch.device | str) -> St
         [
             (index, _slot(item, block, offset), int(accepted), offset)
             for index, item in enumerate(items)
-            for block, offset, accepted in judged_of(item.plan)
+            for block, offset, accepted in verified_proposals(item.plan)
         ],
         device,
     )

@@ -21,7 +21,7 @@ from verl_opd.opd.names import (
     RESPONSE_LOSSES,
     TOP_K_LOSS,
 )
-from verl_opd.opd.plan import BlockPlan, judged
+from verl_opd.opd.plan import BlockPlan, verified_proposals
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class LossSpec:
     log_prob_min_clamp bounds the single-token log-probs of both streams from below (forward_kl,
     k3), of draft and target alike; below it a token carries no gradient. loss_max_clamp bounds
     every per-token value afterwards. teacher_temperature divides the target's logits of the
-    response stream, as the engine did when it sampled and scored the refused stream; the draft,
+    response stream, as the engine did when it sampled and scored the rejected stream; the draft,
     which proposes greedily, stays at 1. confidence_weight: of the confidence stream, for drafts
     that have such a head. ValueError for a name that does not exist.
     """
@@ -168,7 +168,7 @@ def topk_forward_kl(
 
 
 def total_variation(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
-    """1/2 sum |p - q| [M]: the probability that a sampled proposal is refused (lossless acceptance
+    """1/2 sum |p - q| [M]: the probability that a sampled proposal is rejected (lossless acceptance
     is 1 - TV).
     """
     log_q, log_p = _log_probs(student_logits, teacher_logits)
@@ -215,16 +215,17 @@ def position_weights(offsets: Tensor, decay: float) -> Tensor:
 @dataclass(frozen=True)
 class StreamTotals:
     """Normalisers over the whole mini-batch and all ranks: weighted token counts of the two
-    streams, and of judged proposals.
+    streams, and of verified proposals.
     """
 
     response: float
-    refused: float
-    judged: float = 0.0
+    rejected: float
+    verified: float = 0.0
 
     def denominator(self, spec: LossSpec) -> float:
         return (
-            spec.response_stream_weight * self.response + spec.rejected_stream_weight * self.refused
+            spec.response_stream_weight * self.response
+            + spec.rejected_stream_weight * self.rejected
         )
 
 
@@ -237,7 +238,11 @@ def stream_totals(
     supervised or not, unless the response stream has a position decay. A loss of whole blocks
     counts blocks, under either.
     """
-    decided = float(sum(len(judged(plan)) for plan in plans)) if spec.confidence_weight else 0.0
+    decided = (
+        float(sum(len(verified_proposals(plan)) for plan in plans))
+        if spec.confidence_weight
+        else 0.0
+    )
     if spec.response_loss in BLOCK_LOSSES:
         return StreamTotals(float(sum(count_chains(plan) for plan in plans)), 0.0, decided)
     if spec.convention == "draft_opd" and spec.response_position_decay == 1.0:
@@ -248,12 +253,12 @@ def stream_totals(
             for plan in plans
             for offset in plan.response_offset
         )
-    refused = sum(
+    rejected = sum(
         spec.rejected_position_decay ** (offset - 1)
         for plan in plans
-        for offset in plan.refused_offset
+        for offset in plan.rejected_offset
     )
-    return StreamTotals(float(response), float(refused), decided)
+    return StreamTotals(float(response), float(rejected), decided)
 
 
 def clamp_values(values: Tensor, limit: float | None) -> Tensor:
@@ -264,8 +269,8 @@ def clamp_values(values: Tensor, limit: float | None) -> Tensor:
 def combine(
     response_values: Tensor,
     response_offsets: Tensor,
-    refused_values: Tensor,
-    refused_offsets: Tensor,
+    rejected_values: Tensor,
+    rejected_offsets: Tensor,
     totals: StreamTotals,
     spec: LossSpec,
 ) -> Tensor:
@@ -283,23 +288,23 @@ def combine(
         clamp_values(response_values, limit)
         * position_weights(response_offsets, spec.response_position_decay)
     ).sum()
-    refused = (
-        clamp_values(refused_values, spec.loss_max_clamp)
-        * position_weights(refused_offsets, spec.rejected_position_decay)
+    rejected = (
+        clamp_values(rejected_values, spec.loss_max_clamp)
+        * position_weights(rejected_offsets, spec.rejected_position_decay)
     ).sum()
-    numerator = spec.response_stream_weight * response + spec.rejected_stream_weight * refused
+    numerator = spec.response_stream_weight * response + spec.rejected_stream_weight * rejected
     return numerator / denominator if denominator > 0 else numerator * 0.0
 
 
 def loss_metrics(
-    response_values: Tensor, refused_values: Tensor, part: Tensor, spec: LossSpec
+    response_values: Tensor, rejected_values: Tensor, part: Tensor, spec: LossSpec
 ) -> StepMetrics:
     """Measurements of one micro-batch; `part` is what `combine` returned, so distillation/loss sums
     to the global loss.
     """
     metrics, prefix = StepMetrics(), "actor/distillation/"
     metrics.add_sum(prefix + "loss", float(part.detach()))
-    response, refused = response_values.detach(), refused_values.detach()
+    response, rejected = response_values.detach(), rejected_values.detach()
     if response.numel():
         metrics.add_min(prefix + "loss_min", float(response.min()))
         metrics.add_max(prefix + "loss_max", float(response.max()))
@@ -316,18 +321,18 @@ def loss_metrics(
                 float((response.abs() >= spec.loss_max_clamp).sum()),
                 response.numel(),
             )
-    if refused.numel():
-        clamped = clamp_values(refused, spec.loss_max_clamp)
-        metrics.add_mean(prefix + "rejected_draft_loss", float(clamped.sum()), refused.numel())
+    if rejected.numel():
+        clamped = clamp_values(rejected, spec.loss_max_clamp)
+        metrics.add_mean(prefix + "rejected_draft_loss", float(clamped.sum()), rejected.numel())
         direction = "reverse" if spec.rejected_loss in ESTIMATORS else "forward"
         metrics.add_mean(
-            f"{prefix}rejected_draft_{direction}_kl_loss", float(refused.sum()), refused.numel()
+            f"{prefix}rejected_draft_{direction}_kl_loss", float(rejected.sum()), rejected.numel()
         )
-        metrics.add_sum(prefix + "rejected_draft_token_count", refused.numel())
+        metrics.add_sum(prefix + "rejected_draft_token_count", rejected.numel())
         if spec.loss_max_clamp is not None:
-            share = float((refused.abs() >= spec.loss_max_clamp).sum())
-            metrics.add_mean(prefix + "rejected_draft_loss_clamp_fraction", share, refused.numel())
-    metrics.add_sum(prefix + "combined_token_count", response.numel() + refused.numel())
+            share = float((rejected.abs() >= spec.loss_max_clamp).sum())
+            metrics.add_mean(prefix + "rejected_draft_loss_clamp_fraction", share, rejected.numel())
+    metrics.add_sum(prefix + "combined_token_count", response.numel() + rejected.numel())
     return metrics
 
 
@@ -351,13 +356,13 @@ def confidence_loss(
     logits: Tensor, accepted: Tensor, totals: StreamTotals, spec: LossSpec
 ) -> Tensor:
     """This micro-batch's part of the confidence stream: binary cross-entropy between acceptance
-    logits [M] and what the target decided [M] (1 or 0), over all judged proposals of the
+    logits [M] and what the target decided [M] (1 or 0), over all verified proposals of the
     mini-batch. Fully accepted blocks count as well: they are where confidence should be high.
     """
     values = torch.nn.functional.binary_cross_entropy_with_logits(
         logits.float(), accepted.float(), reduction="sum"
     )
-    return values * (spec.confidence_weight / totals.judged if totals.judged else 0.0)
+    return values * (spec.confidence_weight / totals.verified if totals.verified else 0.0)
 
 
 def confidence_metrics(logits: Tensor, accepted: Tensor) -> StepMetrics:

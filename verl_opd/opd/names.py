@@ -2,7 +2,7 @@
 
 ESTIMATORS = ("k1", "k2", "k3", "abs")  # of the reverse KL, on the one token that was recorded
 FULL_VOCABULARY_LOSSES = ("full_forward_kl", "tv", "lk_alpha", "lk_lambda")
-BLOCK_LOSSES = ("e2e_tv",)  # of a block as a whole, refused proposals included
+BLOCK_LOSSES = ("e2e_tv",)  # of a block as a whole, rejected proposals included
 # on the target's most likely tokens, as a teacher server reports them
 TOP_K_LOSS = "forward_kl_topk"
 RESPONSE_LOSSES = (

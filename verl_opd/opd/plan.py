@@ -12,7 +12,7 @@ import numpy as np
 
 from verl_opd.opd.metrics import StepMetrics
 from verl_opd.opd.names import CONVENTIONS, RESPONSE_SPANS
-from verl_opd.opd.trace import Refusal, RolloutSample, TeacherScores, boundaries, refusals
+from verl_opd.opd.trace import Rejection, RolloutSample, TeacherScores, boundaries, rejections
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class BlockPlan:
     last prompt token), unique, ascending. The two streams are flat parallel tuples, one entry per
     supervised slot; `*_block` indexes anchors, `*_offset` is 1-based (1..B-1). Slot (block n,
     offset j) predicts response position anchors[n] + j; see layout.py for tensor indices.
-    response_*: committed tokens (label = the response token there). refused_*: refused proposals
+    response_*: committed tokens (label = the response token there). refused_*: rejected proposals
     with the engine's target log-prob. drafted: what the engine proposed in each block, accepted or
     not, per anchor; empty for a block that no engine drafted. accepted: how many of them the target
     accepted and the response holds; ended: whether the response ended there, before a proposal was
-    refused.
+    rejected.
     """
 
     block_size: int
@@ -35,10 +35,10 @@ class BlockPlan:
     response_block: tuple[int, ...]
     response_offset: tuple[int, ...]
     response_label: tuple[int, ...]
-    refused_block: tuple[int, ...]
-    refused_offset: tuple[int, ...]
-    refused_token: tuple[int, ...]
-    refused_logprob: tuple[float, ...]
+    rejected_block: tuple[int, ...]
+    rejected_offset: tuple[int, ...]
+    rejected_token: tuple[int, ...]
+    rejected_logprob: tuple[float, ...]
     drafted: tuple[tuple[int, ...], ...] = ()
     accepted: tuple[int, ...] = ()
     ended: tuple[bool, ...] = ()
@@ -80,7 +80,7 @@ def plan_opd(
     random_anchor_seed: int | None = None,
     rejected_first_only: bool = False,
     max_rejected_tokens: int = 0,
-    chained: bool = False,
+    autoregressive: bool = False,
 ) -> BlockPlan:
     """The blocks of one on-policy sample.
 
@@ -91,11 +91,12 @@ def plan_opd(
     reach to the end of the block or the response. response_anchor_stride s keeps every s-th
     response anchor, max_response_anchors C > 0 then C evenly spread ones; both keep the last one.
     random_anchor_seed: an ablation that moves the response segments, lengths kept, to random
-    places; None = off. rejected_first_only keeps the first refused token of a block,
-    max_rejected_tokens M > 0 the first M of the sample; refusals keep their blocks whatever happens
-    to response anchors. chained: a slot reads the proposal before it (DraftFamily.chained). After
-    the first refused proposal the chain has left the response, so no label of the response is right
-    there: a drafted block's labels end with the correction, whatever the span.
+    places; None = off. rejected_first_only keeps the first rejected token of a block,
+    max_rejected_tokens M > 0 the first M of the sample; rejections keep their blocks whatever
+    happens to response anchors. autoregressive: a slot reads the proposal before it
+    (DraftFamily.autoregressive). After the first rejected proposal the chain has left the response,
+    so no label of the response is right there: a drafted block's labels end with the correction,
+    whatever the span.
     """
     if response_span not in RESPONSE_SPANS:
         raise ValueError(f"response_span={response_span!r} is none of {', '.join(RESPONSE_SPANS)}")
@@ -111,26 +112,28 @@ def plan_opd(
             seed=random_anchor_seed,
         )
     spans = []
-    on_chain = {step.anchor: step.accepted + 1 for step in sample.trace.steps} if chained else {}
+    on_chain = (
+        {step.anchor: step.accepted + 1 for step in sample.trace.steps} if autoregressive else {}
+    )
     for anchor, end in pairs:
         reach = end if response_span == "segment" else length - 1
         spans.append(
             (anchor, min(reach - anchor, block_size - 1, on_chain.get(anchor, block_size)))
         )
-    refused = [item for item in refusals(sample.trace) if item.offset < block_size]
+    rejected = [item for item in rejections(sample.trace) if item.offset < block_size]
     if rejected_first_only:
-        refused = list({item.anchor: item for item in reversed(refused)}.values())[::-1]
+        rejected = list({item.anchor: item for item in reversed(rejected)}.values())[::-1]
     if max_rejected_tokens:
-        refused = refused[:max_rejected_tokens]
+        rejected = rejected[:max_rejected_tokens]
     drafted = {step.anchor: step.drafted[: block_size - 1] for step in sample.trace.steps}
-    # a step that the end of the response cut short: what lies behind the end was judged, but stands
-    # for no state of a rollout
+    # a step that the end of the response cut short: what lies behind the end was verified, but
+    # stands for no state of a rollout
     accepted = {
         step.anchor: min(step.accepted, step.committed, block_size - 1)
         for step in sample.trace.steps
     }
     ended = {step.anchor for step in sample.trace.steps if step.committed <= step.accepted}
-    return _assemble(block_size, sample.response_ids, spans, refused, drafted, accepted, ended)
+    return _assemble(block_size, sample.response_ids, spans, rejected, drafted, accepted, ended)
 
 
 def _segments(sample: RolloutSample, convention: str) -> list[tuple[int, int]]:
@@ -178,7 +181,7 @@ def plan_warmup(
     sample: RolloutSample, *, block_size: int, anchors_per_sample: int, rng: np.random.Generator
 ) -> BlockPlan:
     """Whole blocks at up to `anchors_per_sample` distinct uniform anchors in 0..R-2, every slot
-    supervised by the response; no refusals.
+    supervised by the response; no rejections.
 
     In given text, anchors and labels are generated tokens, and a block's labels end with its turn:
     no engine drafts across one.
@@ -223,15 +226,15 @@ def _assemble(
     block_size: int,
     response_ids: Sequence[int],
     spans: Sequence[tuple[int, int]],
-    refused: Sequence[Refusal],
+    rejected: Sequence[Rejection],
     drafted: Mapping[int, tuple[int, ...]],
     accepted: Mapping[int, int],
     ended: Set[int],
 ) -> BlockPlan:
     """spans: (anchor, number of supervised offsets, at least 1). A block is there for its span, its
-    refusals, or both. drafted, accepted: by anchor; ended: anchors.
+    rejections, or both. drafted, accepted: by anchor; ended: anchors.
     """
-    anchors = tuple(sorted({anchor for anchor, _ in spans} | {item.anchor for item in refused}))
+    anchors = tuple(sorted({anchor for anchor, _ in spans} | {item.anchor for item in rejected}))
     index = {anchor: position for position, anchor in enumerate(anchors)}
     slots = [(anchor, offset) for anchor, reach in spans for offset in range(1, reach + 1)]
     return BlockPlan(
@@ -240,22 +243,22 @@ def _assemble(
         response_block=tuple(index[anchor] for anchor, _ in slots),
         response_offset=tuple(offset for _, offset in slots),
         response_label=tuple(response_ids[anchor + offset] for anchor, offset in slots),
-        refused_block=tuple(index[item.anchor] for item in refused),
-        refused_offset=tuple(item.offset for item in refused),
-        refused_token=tuple(item.token for item in refused),
-        refused_logprob=tuple(item.logprob for item in refused),
+        rejected_block=tuple(index[item.anchor] for item in rejected),
+        rejected_offset=tuple(item.offset for item in rejected),
+        rejected_token=tuple(item.token for item in rejected),
+        rejected_logprob=tuple(item.logprob for item in rejected),
         drafted=tuple(drafted.get(anchor, ()) for anchor in anchors),
         accepted=tuple(accepted.get(anchor, 0) for anchor in anchors),
         ended=tuple(anchor in ended for anchor in anchors),
     )
 
 
-def judged(plan: BlockPlan) -> list[tuple[int, int, bool]]:
-    """(block, 1-based offset, whether it was accepted) of every proposal that the target judged:
-    the accepted ones and the first refused one.
+def verified_proposals(plan: BlockPlan) -> list[tuple[int, int, bool]]:
+    """(block, 1-based offset, whether it was accepted) of every proposal that the target verified:
+    the accepted ones and the first rejected one.
 
-    What stands behind a refused proposal was never compared with the target; what stands behind the
-    end of the response is no state of a rollout.
+    What stands behind a rejected proposal was never compared with the target; what stands behind
+    the end of the response is no state of a rollout.
     """
     return [
         (block, offset, offset <= accepted)
@@ -295,7 +298,7 @@ def plan_counts(plan: BlockPlan, sample: RolloutSample) -> StepMetrics:
     metrics.add_sum(prefix + "effective_token_count", supervised)
     metrics.add_sum(prefix + "target_token_count", length)
     metrics.add_mean(prefix + "effective_token_ratio", supervised, length)
-    metrics.add_sum(prefix + "rejected_draft_token_count", len(plan.refused_block))
+    metrics.add_sum(prefix + "rejected_draft_token_count", len(plan.rejected_block))
     metrics.add_mean("data/supervised_share", supervised, length)
     metrics.add_sum("perf/total_num_tokens", len(sample.prompt_ids) + length)
     if sample.trace.steps:

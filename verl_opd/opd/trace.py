@@ -20,28 +20,28 @@ class VerifyStep:
     already known token. drafted: the K proposed token ids; proposal j (1-based offset) stands at
     response position anchor + j. accepted: a, how many leading proposals the target accepted (0 <=
     a <= K). committed: tokens that entered the response, a + 1 (correction or bonus included)
-    unless the response ended inside the block. refused_logprobs: natural-log target probability of
-    every refused proposal drafted[a:], conditioned on the draft's own prefix.
+    unless the response ended inside the block. rejected_logprobs: natural-log target probability of
+    every rejected proposal drafted[a:], conditioned on the draft's own prefix.
     """
 
     anchor: int
     drafted: tuple[int, ...]
     accepted: int
     committed: int
-    refused_logprobs: tuple[float, ...]
+    rejected_logprobs: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        drafted, scored = len(self.drafted), len(self.refused_logprobs)
+        drafted, scored = len(self.drafted), len(self.rejected_logprobs)
         counts_fit = 0 <= self.accepted <= drafted and 1 <= self.committed <= self.accepted + 1
         if not (drafted and counts_fit and scored == drafted - self.accepted):
             raise ValueError(
                 f"impossible verify step at anchor {self.anchor}: {drafted} drafted, "
                 f"{self.accepted} accepted, {self.committed} committed, "
-                f"{scored} log-probs of refused tokens"
+                f"{scored} log-probs of rejected tokens"
             )
 
     @property
-    def refused(self) -> tuple[int, ...]:
+    def rejected(self) -> tuple[int, ...]:
         return self.drafted[self.accepted :]
 
 
@@ -107,21 +107,21 @@ def is_finite(sample: RolloutSample) -> bool:
     """Whether every log-prob of `sample` is a number; minus infinity, an impossible
     token, is one.
     """
-    parts = [np.array([value for step in sample.trace.steps for value in step.refused_logprobs])]
+    parts = [np.array([value for step in sample.trace.steps for value in step.rejected_logprobs])]
     if sample.teacher is not None:
         parts += [sample.teacher.logprobs, sample.teacher.top_logprobs]
     return all(bool((part < np.inf).all()) for part in parts)  # a NaN is not below anything
 
 
 # What the engine records of one decode step: (accepted, drafted token ids, target log-probs of the
-# refused ones); (0, [], []) = draft-free.
+# rejected ones); (0, [], []) = draft-free.
 Event = tuple[int, Sequence[int], Sequence[float]]
 
 
 @dataclass(frozen=True)
-class Refusal:
-    """One refused proposal: block anchor, 1-based offset in the block, token id, target log-prob on
-    the draft's own prefix.
+class Rejection:
+    """One rejected proposal: block anchor, 1-based offset in the block, token id, target log-prob
+    on the draft's own prefix.
     """
 
     anchor: int
@@ -158,16 +158,16 @@ def boundaries(trace: VerifyTrace) -> list[int]:
     return [step.anchor + step.committed for step in trace.steps]
 
 
-def refusals(trace: VerifyTrace) -> list[Refusal]:
-    """All refused proposals, first and suffix, of the steps that reached their rejection point
+def rejections(trace: VerifyTrace) -> list[Rejection]:
+    """All rejected proposals, first and suffix, of the steps that reached their rejection point
     before the response ended.
     """
     return [
-        Refusal(step.anchor, step.accepted + 1 + index, token, logprob)
+        Rejection(step.anchor, step.accepted + 1 + index, token, logprob)
         for step in trace.steps
         if step.committed == step.accepted + 1
         for index, (token, logprob) in enumerate(
-            zip(step.refused, step.refused_logprobs, strict=True)
+            zip(step.rejected, step.rejected_logprobs, strict=True)
         )
     ]
 
@@ -189,8 +189,8 @@ def accepted_by_position(steps: Sequence[VerifyStep]) -> tuple[int, ...]:
 
 def check_trace(trace: VerifyTrace, response_ids: Sequence[int]) -> None:
     """ValueError unless `trace` commits every response token after the prefill token exactly once,
-    with the accepted proposals' ids, and no refused proposal as its own replacement: exact
-    verification never does that (a token is refused only where draft probability exceeds the
+    with the accepted proposals' ids, and no rejected proposal as its own replacement: exact
+    verification never does that (a token is rejected only where draft probability exceeds the
     target's, and the replacement is drawn from what the target has more of), so the rollout would
     be off the target's distribution.
     """
@@ -220,11 +220,11 @@ def check_trace(trace: VerifyTrace, response_ids: Sequence[int]) -> None:
         end = step.anchor + step.accepted + 1
         if (
             step.committed == step.accepted + 1
-            and step.refused
-            and step.refused[0] == response_ids[end]
+            and step.rejected
+            and step.rejected[0] == response_ids[end]
         ):
             raise ValueError(
-                f"proposal {step.accepted + 1} of the block anchored at {step.anchor} was refused "
+                f"proposal {step.accepted + 1} of the block anchored at {step.anchor} was rejected "
                 f"and replaced by itself (token {response_ids[end]}): "
                 "the engine does not verify exactly"
             )
@@ -236,21 +236,21 @@ def to_extra_fields(trace: VerifyTrace) -> dict[str, Any]:
 
     dflash_reject_token_indices: the end of *every* verify step (the name is historical);
     dflash_reject_token_count counts them, and dflash_empty_reject_token_indices is 1 when a
-    response has none. dflash_rejected_draft_*: one entry per refused proposal, suffix included:
+    response has none. dflash_rejected_draft_*: one entry per rejected proposal, suffix included:
     anchor of its block, its own response position anchor + offset (in the suffix possibly past the
     end), offset, token, target log-prob. dflash_replay_block_*: every block, its drafted tokens and
-    the log-probs of its refused ones flattened. A trace is rebuilt from these.
+    the log-probs of its rejected ones flattened. A trace is rebuilt from these.
     dflash_draft_free_token_indices: positions committed without drafting. dflash_accept_length:
     tau, 0 without verify steps.
     """
-    refused, ends = refusals(trace), boundaries(trace)
+    rejected, ends = rejections(trace), boundaries(trace)
     return {
         "dflash_reject_token_indices": ends,
-        "dflash_rejected_draft_anchor_indices": [item.anchor for item in refused],
-        "dflash_rejected_draft_token_indices": [item.anchor + item.offset for item in refused],
-        "dflash_rejected_draft_offsets": [item.offset for item in refused],
-        "dflash_rejected_draft_token_ids": [item.token for item in refused],
-        "dflash_rejected_draft_teacher_logprobs": [item.logprob for item in refused],
+        "dflash_rejected_draft_anchor_indices": [item.anchor for item in rejected],
+        "dflash_rejected_draft_token_indices": [item.anchor + item.offset for item in rejected],
+        "dflash_rejected_draft_offsets": [item.offset for item in rejected],
+        "dflash_rejected_draft_token_ids": [item.token for item in rejected],
+        "dflash_rejected_draft_teacher_logprobs": [item.logprob for item in rejected],
         "dflash_replay_block_anchor_indices": [step.anchor for step in trace.steps],
         "dflash_replay_block_accepted_lengths": [step.accepted for step in trace.steps],
         "dflash_replay_block_drafted_lengths": [len(step.drafted) for step in trace.steps],
@@ -258,7 +258,7 @@ def to_extra_fields(trace: VerifyTrace) -> dict[str, Any]:
             token for step in trace.steps for token in step.drafted
         ],
         "dflash_replay_block_refused_logprobs": [
-            value for step in trace.steps for value in step.refused_logprobs
+            value for step in trace.steps for value in step.rejected_logprobs
         ],
         "dflash_draft_free_token_indices": list(trace.draft_free),
         "dflash_reject_token_count": len(ends),
@@ -303,9 +303,9 @@ def from_extra_fields(fields: Mapping[str, Any], response_len: int) -> VerifyTra
     steps, token, logprob = [], 0, 0
     for anchor, hits, count in zip(anchors, accepted, drafted, strict=True):
         committed = min(hits + 1, response_len - 1 - anchor)
-        refused = tuple(logprobs[logprob : logprob + count - hits])
+        rejected = tuple(logprobs[logprob : logprob + count - hits])
         steps.append(
-            VerifyStep(anchor, tuple(tokens[token : token + count]), hits, committed, refused)
+            VerifyStep(anchor, tuple(tokens[token : token + count]), hits, committed, rejected)
         )
         token, logprob = token + count, logprob + count - hits
     return VerifyTrace(response_len, tuple(steps), tuple(fields["dflash_draft_free_token_indices"]))

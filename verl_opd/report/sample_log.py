@@ -1,4 +1,4 @@
-"""cases.log: responses as the engine wrote them, with what the draft guessed."""
+"""samples.log: responses as the engine wrote them, with what the draft guessed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def marked(sample: RolloutSample, decode: Decode) -> str:
-    """The response with `[{accepted}refused]` for every verify step: the proposals, those that were
-    accepted in braces.
+    """The response with `[{accepted}rejected]` for every verify step: the proposals, those that
+    were accepted in braces.
 
     What stands outside brackets (the prefill token, corrections, bonus tokens, draft-free tokens)
     and inside braces is the response. An accepted proposal past the response's end (EOS inside a
@@ -24,13 +24,13 @@ def marked(sample: RolloutSample, decode: Decode) -> str:
         known = ids[position : step.anchor + 1]
         accepted = min(step.accepted, step.committed)
         pieces.append(
-            f"{decode(known)}[{{{decode(step.drafted[:accepted])}}}{decode(step.refused)}]"
+            f"{decode(known)}[{{{decode(step.drafted[:accepted])}}}{decode(step.rejected)}]"
         )
         position = step.anchor + 1 + accepted
     return "".join(pieces) + decode(ids[position:])
 
 
-class CaseLog:
+class SampleLog:
     """Appends one sample a step to `path`."""
 
     def __init__(self, path: Path, decode: Decode) -> None:

@@ -107,7 +107,7 @@ def get_agent_loop(name: str) -> type[AgentLoop]:
     return AGENT_LOOPS[name]
 
 
-class AgentLoopRunner:
+class AgentLoopWorker:
     """Runs one agent loop per prompt, many at a time, and has finished responses scored while
     others are still being generated.
     """
@@ -166,5 +166,5 @@ class AgentLoopRunner:
                 await self._servers.close(prompt.sample_id)
 
 
-# AgentLoopRunner as a Ray actor.
-AgentLoopWorker: Any = ray.remote(AgentLoopRunner)
+# AgentLoopWorker as a Ray actor.
+AgentLoopWorkerActor: Any = ray.remote(AgentLoopWorker)

@@ -255,7 +255,7 @@ async def last_output(outputs: Any) -> Any:
     return final
 
 
-class RolloutEngine:
+class RolloutServer:
     """The engine of one student worker. All methods are coroutines of one event loop."""
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -458,7 +458,7 @@ class RolloutEngine:
             work, f"request {request_id}", "no token for anybody", lambda: self._progress.idle
         )
 
-    async def ailment(self) -> str:
+    async def failure(self) -> str:
         """Why this engine cannot go on: it died or hangs; empty while it can."""
         if self._engine is None:
             return "it did not start"
@@ -603,5 +603,5 @@ class RolloutEngine:
                 raise RolloutError(f"{what}: the engine hangs, {self._stalled}")
 
 
-# RolloutEngine as a Ray actor: asynchronous, so up to 1000 calls are in flight at once.
-RolloutServer: Any = ray.remote(RolloutEngine)
+# RolloutServer as a Ray actor: asynchronous, so up to 1000 calls are in flight at once.
+RolloutServerActor: Any = ray.remote(RolloutServer)

@@ -88,7 +88,7 @@ def scores_from_prompt_logprobs(
     return TeacherScores(logprobs[starts], ids[top], logprobs[top])
 
 
-class TeacherEngine:
+class TeacherServer:
     """One vLLM engine without a draft that only reads. All methods are coroutines of one event
     loop.
     """
@@ -113,7 +113,7 @@ class TeacherEngine:
             raise
         return {"seconds": time.monotonic() - started}
 
-    async def ailment(self) -> str:
+    async def failure(self) -> str:
         """Why this server cannot go on; empty while it can."""
         return (
             ""
@@ -162,8 +162,8 @@ class TeacherEngine:
             self._engine.shutdown(timeout=STOP_SECONDS)
 
 
-# TeacherEngine as a Ray actor.
-TeacherServer: Any = ray.remote(TeacherEngine)
+# TeacherServer as a Ray actor.
+TeacherServerActor: Any = ray.remote(TeacherServer)
 
 
 class Teachers:

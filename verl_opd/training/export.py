@@ -24,7 +24,7 @@ def export_checkpoint(
     checkpoint: Path, out: Path, force: bool = False, reader: str = "vllm"
 ) -> Path:
     """Write the draft of `checkpoint` (or of a run directory: its best, else its latest) to `out`,
-    as `reader` (drafts/readers.py) reads it, whole or not at all.
+    as `reader` (drafts/formats.py) reads it, whole or not at all.
 
     What will be handed over is read back first: every tensor of the draft's own network, by name,
     shape and dtype, finite and unchanged. ConfigError when it is not that, when the reader does not
@@ -147,7 +147,7 @@ def serve_line(checkpoint: Path, draft: Path, reader: str = "vllm") -> str:
     if reader == "sglang":
         chain = (
             f"--speculative-num-steps {tokens} --speculative-eagle-topk 1 "
-            if family.chained
+            if family.autoregressive
             else ""
         )
         return (

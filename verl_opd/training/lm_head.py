@@ -96,7 +96,7 @@ def slot_logprobs(
     `rows`; the head is frozen.
 
     Each of the U rows is scored once however many entries share it (a correction label and a
-    refused token do).
+    rejected token do).
     """
     values: Tensor = _SlotLogprobs.apply(rows, weight, index, labels, chunk)  # type: ignore[no-untyped-call]
     return values

@@ -40,7 +40,7 @@ class Values(NamedTuple):
     """
 
     response: Tensor
-    refused: Tensor
+    rejected: Tensor
     student_mass: Tensor
 
 
@@ -165,21 +165,21 @@ class FrozenHead:
         self, layout: Layout, hidden: Tensor, features: TargetFeatures, spec: LossSpec
     ) -> Values:
         head, chunk, clamp = self._weight, self._chunk, spec.log_prob_min_clamp
-        response, refused = layout.response, layout.refused
+        response, rejected = layout.response, layout.rejected
         row_r, row_j = (
             slot_rows(layout, response.sample, response.slot),
-            slot_rows(layout, refused.sample, refused.slot),
+            slot_rows(layout, rejected.sample, rejected.slot),
         )
         target_hidden = scoring_hidden(features, spec)
-        refused_value = SINGLE_TOKEN[spec.rejected_loss]
+        rejected_value = SINGLE_TOKEN[spec.rejected_loss]
         if spec.response_loss in _DISTRIBUTIONS:
             values, mass = _over_distributions(self, hidden[row_r], layout, target_hidden, spec)
             used, index = torch.unique(row_j, return_inverse=True)
-            refused_s = slot_logprobs(hidden[used], head, index, refused.token, chunk)
-            return Values(values, refused_value(refused_s, refused.teacher_logprob, clamp), mass)
+            rejected_s = slot_logprobs(hidden[used], head, index, rejected.token, chunk)
+            return Values(values, rejected_value(rejected_s, rejected.teacher_logprob, clamp), mass)
         used, index = torch.unique(torch.cat((row_r, row_j)), return_inverse=True)
         student = slot_logprobs(
-            hidden[used], head, index, torch.cat((response.token, refused.token)), chunk
+            hidden[used], head, index, torch.cat((response.token, rejected.token)), chunk
         )
         student_r, student_j = student.split((len(row_r), len(row_j)))
         teacher = (
@@ -189,7 +189,7 @@ class FrozenHead:
         )
         values = _single_token(layout, student_r, teacher, spec)
         return Values(
-            values, refused_value(student_j, refused.teacher_logprob, clamp), hidden.new_zeros(0)
+            values, rejected_value(student_j, rejected.teacher_logprob, clamp), hidden.new_zeros(0)
         )
 
     def top_k(self, rows: Tensor, layout: Layout, spec: LossSpec) -> tuple[Tensor, Tensor]:
@@ -243,14 +243,14 @@ class TrainableHead:
     def values(
         self, layout: Layout, hidden: Tensor, features: TargetFeatures, spec: LossSpec
     ) -> Values:
-        response, refused, clamp = layout.response, layout.refused, spec.log_prob_min_clamp
+        response, rejected, clamp = layout.response, layout.rejected, spec.log_prob_min_clamp
         row_r, row_j = (
             slot_rows(layout, response.sample, response.slot),
-            slot_rows(layout, refused.sample, refused.slot),
+            slot_rows(layout, rejected.sample, rejected.slot),
         )
         target_hidden = scoring_hidden(features, spec)
         student_j = own_logprobs(
-            hidden[row_j], self._weight, self._draft_ids(refused.token), self._chunk
+            hidden[row_j], self._weight, self._draft_ids(rejected.token), self._chunk
         )
         mass = hidden.new_zeros(0)
         if spec.response_loss in _DISTRIBUTIONS:
@@ -268,7 +268,7 @@ class TrainableHead:
             values = _single_token(layout, student_r, teacher, spec)
         return Values(
             values,
-            SINGLE_TOKEN[spec.rejected_loss](student_j, refused.teacher_logprob, clamp),
+            SINGLE_TOKEN[spec.rejected_loss](student_j, rejected.teacher_logprob, clamp),
             mass,
         )
 

@@ -89,7 +89,7 @@ class DraftTrainer:
             self.family.load_weights(
                 draft, cfg.draft.path, {"embed_tokens.weight": table, "lm_head.weight": head}
             )
-        self._judges = self.family.confidence(draft) is not None
+        self._has_confidence = self.family.confidence(draft) is not None
         draft.gradient_checkpointing = cfg.training.gradient_checkpointing  # type: ignore[assignment]
         draft.to(self.device).train()
         mesh = init_device_mesh(self.device.type, (world_size,))
@@ -159,7 +159,7 @@ class DraftTrainer:
             if micro_batch is None:
                 self._zero_loss()
                 continue
-            layout = build_layout(micro_batch, self.device, drafted=False, judged=False)
+            layout = build_layout(micro_batch, self.device, drafted=False, verified=False)
             _, hidden = self._forward(layout)
             rows = slot_rows(layout, layout.response.sample, layout.response.slot)
             values = self._head().logprobs(hidden[rows], layout.response.token)
@@ -196,7 +196,9 @@ class DraftTrainer:
         metrics: StepMetrics,
         check_replay: bool,
     ) -> Tensor:
-        layout = build_layout(items, self.device, drafted=check_replay, judged=self._judges)
+        layout = build_layout(
+            items, self.device, drafted=check_replay, verified=self._has_confidence
+        )
         features, hidden = self._forward(layout)
         head = self._head()
         if check_replay:
@@ -208,12 +210,12 @@ class DraftTrainer:
             loss = combine(
                 values.response,
                 layout.response.offset,
-                values.refused,
-                layout.refused.offset,
+                values.rejected,
+                layout.rejected.offset,
                 totals,
                 spec,
             )
-            metrics.merge(loss_metrics(values.response, values.refused, loss.detach(), spec))
+            metrics.merge(loss_metrics(values.response, values.rejected, loss.detach(), spec))
             metrics.merge(mass_metrics(values.student_mass.detach(), layout.top_logprobs))
         loss = loss + self._confidence_loss(layout, hidden, totals, spec, metrics)
         return (
@@ -231,7 +233,7 @@ class DraftTrainer:
         spec: LossSpec,
         metrics: StepMetrics,
     ) -> Tensor:
-        """End-to-end total variation of whole blocks; the target also reads the refused tokens
+        """End-to-end total variation of whole blocks; the target also reads the rejected tokens
         (opd/chains.py).
         """
         chains = build_chains(items, layout.input_ids.shape[1], self.device)
@@ -265,15 +267,15 @@ class DraftTrainer:
         metrics: StepMetrics,
     ) -> Tensor | float:
         """The confidence stream, for drafts with a confidence head; 0, still attached to the head,
-        without judged proposals.
+        without verified proposals.
         """
-        head, judged = self.family.confidence(self.draft), layout.judged
+        head, verified = self.family.confidence(self.draft), layout.verified
         if head is None:
             return 0.0
-        logits = head(hidden[slot_rows(layout, judged.sample, judged.slot)])
+        logits = head(hidden[slot_rows(layout, verified.sample, verified.slot)])
         if spec.confidence_weight:
-            metrics.merge(confidence_metrics(logits.detach(), judged.token))
-        return confidence_loss(logits, judged.token, totals, spec)
+            metrics.merge(confidence_metrics(logits.detach(), verified.token))
+        return confidence_loss(logits, verified.token, totals, spec)
 
     def _branch_hidden(self, chains: Chains, spec: LossSpec) -> Tensor:
         """Last hidden states [R*L, h] of the branches, as many at once as fit the micro-batch's

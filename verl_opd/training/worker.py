@@ -22,7 +22,7 @@ LOOPBACK = "127.0.0.1"
 _PATIENCE = timedelta(minutes=30)
 
 
-class TrainRank:
+class TrainWorker:
     """One FSDP rank in a process of its own; methods as in DraftTrainer, each a collective over all
     ranks.
     """
@@ -128,5 +128,5 @@ class TrainRank:
         self._trainer.export(directory)
 
 
-# TrainRank as a Ray actor.
-TrainWorker: Any = ray.remote(TrainRank)
+# TrainWorker as a Ray actor.
+TrainWorkerActor: Any = ray.remote(TrainWorker)

@@ -15,7 +15,7 @@ from verl_opd.config.schema import Config
 from verl_opd.devices import DEVICES, actor_environment, check_isolation
 from verl_opd.errors import ConfigError
 from verl_opd.rollout.server import EngineSettings, engine_environment
-from verl_opd.training.worker import TrainRank
+from verl_opd.training.worker import TrainWorker
 
 LAYERS = 36
 PIECEWISE = {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [8, 16, 32, 64]}
@@ -203,7 +203,7 @@ def test_engines_and_ranks_set_it_before_they_use_the_device(
     monkeypatch.setattr("verl_opd.training.worker.redirect_output", lambda path: None)
     cfg = Config()
     cfg.trainer.device, cfg.training.num_threads = "npu", torch.get_num_threads()
-    TrainRank(cfg, {}, 0, 1, (), "log")
+    TrainWorker(cfg, {}, 0, 1, (), "log")
     assert os.environ["HCCL_NPU_SOCKET_PORT_RANGE"] == "auto"
 
 

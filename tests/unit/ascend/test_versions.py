@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from scripts import npu_plan
-from scripts.npu_plan import Planner, missing, pins, refusals, strings_of
+from scripts.npu_plan import Planner, missing, pins, rejections, strings_of
 from verl_opd.ascend import versions as stack
 from verl_opd.ascend.versions import (
     Machine,
@@ -339,7 +339,7 @@ def _planner(machine: Machine, root: Path, engines: bool = False) -> Planner:
 
 def _refused(planner: Planner, environ: dict[str, str]) -> list[str]:
     seen = findings(TABLE, planner.machine, planner.row)
-    return [finding.what for finding in refusals(seen, planner.steps(), planner, environ)]
+    return [finding.what for finding in rejections(seen, planner.steps(), planner, environ)]
 
 
 def test_a_finished_machine_has_no_steps(tmp_path: Path) -> None:

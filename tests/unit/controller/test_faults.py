@@ -25,7 +25,7 @@ from verl_opd.controller.progress import Progress
 from verl_opd.controller.run import continuing
 from verl_opd.errors import CheckpointError, ConfigError, RolloutError, WorkerDied
 from verl_opd.process import end_own
-from verl_opd.rollout.server import EngineSettings, RolloutEngine
+from verl_opd.rollout.server import EngineSettings, RolloutServer
 
 ROOT = Path(__file__).parents[3]
 
@@ -216,11 +216,11 @@ def test_children_are_left_alone_unless_asked_for(tmp_path: Path):
         (Path("/dev/shm") / name).unlink(missing_ok=True)
 
 
-def engine(stall_timeout: float) -> RolloutEngine:
+def engine(stall_timeout: float) -> RolloutServer:
     settings = EngineSettings(
         "t", "float32", "d", "dflash", 3, (0,), 3, 64, 4, stall_timeout=stall_timeout
     )
-    return RolloutEngine(settings)
+    return RolloutServer(settings)
 
 
 def test_a_hanging_engine_is_noticed_by_its_tokens_and_a_slow_one_is_not():
@@ -235,14 +235,14 @@ def test_a_hanging_engine_is_noticed_by_its_tokens_and_a_slow_one_is_not():
             return "done"
 
         assert await live._watched(slow(), "a") == "done"
-        assert await live.ailment() == ""
+        assert await live.failure() == ""
         with pytest.raises(
             RolloutError,
             match=r"request b: the engine hangs, no token for anybody in "
             r"rollout.stall_timeout=0.2 s",
         ):
             await live._watched(asyncio.sleep(30), "b")
-        assert "stall_timeout" in await live.ailment()
+        assert "stall_timeout" in await live.failure()
 
     asyncio.run(scenario())
 
@@ -270,7 +270,7 @@ def test_a_call_into_a_dead_or_hanging_core_ends():
             RolloutError, match=r"no answer to opd_stats in rollout.stall_timeout=0.1 s"
         ):
             await hanging._rpc("opd_stats")
-        assert "no answer to opd_stats" in await hanging.ailment()
+        assert "no answer to opd_stats" in await hanging.failure()
 
     asyncio.run(scenario())
 

@@ -124,7 +124,7 @@ def test_a_lost_node_is_no_lost_engine(monkeypatch: pytest.MonkeyPatch):
     """
     asked: list[str] = []
     monkeypatch.setattr(
-        "verl_opd.controller.fleet.ailment",
+        "verl_opd.controller.fleet.failure",
         lambda server: asked.append(server) or "no answer in 30 s",
     )
     placement = SimpleNamespace(lost_nodes=lambda: ["10.0.0.2"] if asked else [])
@@ -134,4 +134,4 @@ def test_a_lost_node_is_no_lost_engine(monkeypatch: pytest.MonkeyPatch):
         _restarts=SimpleNamespace(spend=lambda what: pytest.fail(what)),
     )
     with pytest.raises(WorkerDied, match=r"node 10\.0\.0\.2 is lost"):
-        Fleet.heal(fleet)
+        Fleet.replace_failed(fleet)

@@ -146,7 +146,7 @@ def test_a_step_is_logged_before_a_checkpoint_holds_it(measured: bool):
         clock=SimpleNamespace(lap=dict),
         facts={},
         trackers=SimpleNamespace(log=lambda step, metrics: actions.append("log")),
-        cases=SimpleNamespace(write=lambda step, shown: None),
+        sample_log=SimpleNamespace(write=lambda step, shown: None),
         diagnosis=SimpleNamespace(look=lambda metrics: []),
         _validate=lambda: actions.append("validate") or [SimpleNamespace(tau=1.5, metrics=dict)],
         _save=lambda tau: actions.append(f"save {tau}"),

@@ -18,7 +18,7 @@ from verl_opd.config.schema import Config
 from verl_opd.controller.placement import Placement, place
 from verl_opd.devices import DEVICES
 from verl_opd.errors import ConfigError
-from verl_opd.training.worker import TrainRank
+from verl_opd.training.worker import TrainWorker
 
 
 @ray.remote
@@ -87,7 +87,7 @@ def test_on_a_cpu_no_device_is_asked_for(cluster: str, monkeypatch: pytest.Monke
 
 def test_ranks_meet_at_a_port_that_was_never_free() -> None:
     """F7: rank 0 listens before anybody hears of the port."""
-    first = TrainRank.__new__(TrainRank)
+    first = TrainWorker.__new__(TrainWorker)
     first._world = 1
     port = first.open_store("127.0.0.1")
     with pytest.raises(OSError, match="in use"):

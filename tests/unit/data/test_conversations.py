@@ -153,12 +153,12 @@ def test_what_is_dropped_is_counted(tmp_path: Path) -> None:
         report.rows,
         report.dropped_overlong,
         report.dropped_unsupervised,
-        len(report.refused),
+        len(report.invalid),
     ) == (23, 1, 1, 1)
     assert "a.jsonl:3: no system role" in str(report)
     with pytest.raises(
         ConfigError,
-        match=r"the chat template refuses 2 of 22 conversations: .*b\.jsonl:1: no system role",
+        match=r"the chat template rejects 2 of 22 conversations: .*b\.jsonl:1: no system role",
     ):
         load(write(tmp_path / "b.jsonl", bad, bad, *rows[3:]), tokenizer)
 

@@ -132,11 +132,14 @@ def test_few_rows_that_the_template_refuses_are_counted_and_many_are_an_error(
     file = _write(tmp_path / "a.jsonl", *[_user(str(i)) for i in range(19)], bad)
     prompts, report = load_prompts([file], strict, max_prompt_length=100)
     assert (len(prompts), report.kept) == (19, 19)
-    assert len(report.refused) == 1
-    assert f"1 refused by the chat template (first {file}:20: no system messages)" in str(report)
+    assert len(report.invalid) == 1
+    assert (
+        f"1 skipped: not valid for the chat template (first {file}:20: no system messages)"
+        in str(report)
+    )
     with pytest.raises(
         ConfigError,
-        match=r"the chat template refuses 2 of 20 prompts: .*b\.jsonl:1: no system messages",
+        match=r"the chat template rejects 2 of 20 prompts: .*b\.jsonl:1: no system messages",
     ):
         load_prompts(
             [_write(tmp_path / "b.jsonl", bad, bad, *[_user(str(i)) for i in range(18)])],

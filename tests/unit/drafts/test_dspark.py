@@ -24,7 +24,7 @@ from verl_opd.errors import ConfigError
 from verl_opd.opd.layout import build_layout
 from verl_opd.opd.losses import LossSpec, confidence_loss, stream_totals
 from verl_opd.opd.metrics import reduce_metrics
-from verl_opd.opd.plan import TrainItem, judged, plan_opd
+from verl_opd.opd.plan import TrainItem, plan_opd, verified_proposals
 from verl_opd.opd.trace import Event, RolloutSample, check_trace, trace_from_events
 
 FAMILY, DFLASH, K = get_family("dspark"), get_family("dflash"), 3
@@ -130,7 +130,10 @@ def items_of(root: Path) -> list[TrainItem]:
     ]
     return [
         TrainItem(
-            s.sample_id, s.prompt_ids, s.response_ids, plan_opd(s, block_size=K + 1, chained=True)
+            s.sample_id,
+            s.prompt_ids,
+            s.response_ids,
+            plan_opd(s, block_size=K + 1, autoregressive=True),
         )
         for s in samples
     ]
@@ -199,7 +202,7 @@ def test_judged_proposals_are_the_accepted_ones_and_the_first_refused_one() -> N
     )
     plan = plan_opd(sample, block_size=5)
     first = [(0, 1, True), (0, 2, True), (0, 3, False)]
-    assert judged(plan) == [
+    assert verified_proposals(plan) == [
         *first,
         (1, 1, True),
         (1, 2, True),
@@ -208,14 +211,14 @@ def test_judged_proposals_are_the_accepted_ones_and_the_first_refused_one() -> N
         (2, 1, False),
     ]
     cut = RolloutSample("0-0", "t", (1, 2), (10, 11, 12), trace_from_events(events, 3), 0, "stop")
-    assert judged(plan_opd(cut, block_size=5)) == first[:2], (
+    assert verified_proposals(plan_opd(cut, block_size=5)) == first[:2], (
         "the response ended before the third proposal's place"
     )
-    stream = build_layout([TrainItem("0-0", sample.prompt_ids, sample.response_ids, plan)]).judged
+    stream = build_layout([TrainItem("0-0", sample.prompt_ids, sample.response_ids, plan)]).verified
     assert stream.slot.tolist() == [1, 2, 3, 6, 7, 8, 9, 11]
     assert stream.token.tolist() == [1, 1, 0, 1, 1, 1, 1, 0]
     spec = LossSpec(confidence_weight=2.0)
-    assert stream_totals([plan], [10], spec).judged == 8
+    assert stream_totals([plan], [10], spec).verified == 8
     logits = torch.tensor([1.0, -0.5, 2.0, 0.0, 0.3, -4.0, 1.5, 0.7])
     by_hand = [
         -math.log(1 / (1 + math.exp(-z if y else z)))
@@ -257,7 +260,7 @@ def test_the_confidence_head_learns_and_does_not_pull_the_backbone(
         else:
             torch.testing.assert_close(with_it.gradients[parameter], gradient, rtol=0, atol=0)
     count = first["actor/distillation/dspark_confidence_token_count"]
-    assert count == sum(len(judged(item.plan)) for item in items)
+    assert count == sum(len(verified_proposals(item.plan)) for item in items)
     bce = "actor/distillation/dspark_confidence_bce_loss"
     assert first["actor/distillation/loss"] == pytest.approx(plain["actor/distillation/loss"]), (
         "the loss of the two streams"

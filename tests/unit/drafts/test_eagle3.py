@@ -204,13 +204,13 @@ def test_labels_of_a_drafted_chain_end_with_the_correction() -> None:
     """Behind the first refused proposal the chain has read other tokens than the response holds:
     its next token is no label there.
     """
-    plan = plan_opd(worked_sample(), block_size=4, response_span="block", chained=True)
+    plan = plan_opd(worked_sample(), block_size=4, response_span="block", autoregressive=True)
     supervised = [
         (plan.anchors[b], o) for b, o in zip(plan.response_block, plan.response_offset, strict=True)
     ]
     assert supervised == [(0, 1), (0, 2), (2, 1), (2, 2), (2, 3), (6, 1)]
-    assert FAMILY.chained
-    assert not get_family("dflash").chained
+    assert FAMILY.autoregressive
+    assert not get_family("dflash").autoregressive
 
 
 # -- config and files ------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ def test_positions_of_the_worked_example() -> None:
     assert chains.block.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert chains.place.tolist() == [0, 1, 2] * 3
     assert chains.slot.tolist() == [1, 2, 3, 5, 6, 7, 9, 10, 11]
-    # prompt and response up to the first refused proposal, then the refused ones but the last
+    # prompt and response up to the first rejected proposal, then the rejected ones but the last
     assert chains.branch_lengths.tolist() == [5 + 2 + 1, 5 + 7 + 2]
     assert chains.branch_ids.tolist() == [
         [1, 2, 3, 4, 5, 10, 11, 902, *[0] * 6],
@@ -68,10 +68,10 @@ def test_every_row_has_read_what_the_draft_had(rollout: Rollout) -> None:
 def test_a_gap_in_a_refused_suffix_is_refused() -> None:
     plan = replace(
         worked_item().plan,
-        refused_block=(0, 0),
-        refused_offset=(1, 3),
-        refused_token=(1, 2),
-        refused_logprob=(0.0, 0.0),
+        rejected_block=(0, 0),
+        rejected_offset=(1, 3),
+        rejected_token=(1, 2),
+        rejected_logprob=(0.0, 0.0),
     )
     with pytest.raises(ValueError, match=r"\[1, 3\] of the block at anchor 0 have a gap"):
         chain_offsets(plan)

@@ -44,13 +44,13 @@ def test_worked_example_by_hand():
     assert response.offset.tolist() == [1, 2, 1, 2, 3, 1]
     assert response.token.tolist() == [11, 12, 13, 14, 15, 17]
     assert response.target_row.tolist() == [5, 6, 7, 8, 9, 11]
-    refused = layout.refused
-    assert refused.slot.tolist() == [2, 3, 9, 10, 11]
-    assert refused.offset.tolist() == [2, 3, 1, 2, 3]
-    assert refused.token.tolist() == [902, 903, 931, 932, 933]
-    assert refused.teacher_logprob.tolist() == [-2.5, -3.5, -4.0, -5.0, -6.0]
-    assert refused.teacher_logprob.dtype == torch.float32
-    assert refused.target_row.numel() == response.teacher_logprob.numel() == 0
+    rejected = layout.rejected
+    assert rejected.slot.tolist() == [2, 3, 9, 10, 11]
+    assert rejected.offset.tolist() == [2, 3, 1, 2, 3]
+    assert rejected.token.tolist() == [902, 903, 931, 932, 933]
+    assert rejected.teacher_logprob.tolist() == [-2.5, -3.5, -4.0, -5.0, -6.0]
+    assert rejected.teacher_logprob.dtype == torch.float32
+    assert rejected.target_row.numel() == response.teacher_logprob.numel() == 0
 
 
 def test_draft_opd_worked_example_starts_at_the_last_prompt_token():
@@ -59,7 +59,7 @@ def test_draft_opd_worked_example_starts_at_the_last_prompt_token():
     assert layout.response.slot.tolist() == [1, 2, 3, 9, 10, 11, 13]
     assert layout.response.token.tolist() == [10, 11, 12, 13, 14, 15, 17]
     assert layout.response.target_row.tolist() == [4, 5, 6, 7, 8, 9, 11]
-    assert layout.refused.slot.tolist() == [6, 7, 13, 14, 15]
+    assert layout.rejected.slot.tolist() == [6, 7, 13, 14, 15]
 
 
 def test_padding_of_samples_and_blocks():
@@ -81,13 +81,13 @@ def test_padding_of_samples_and_blocks():
         9,
     ]  # per sample, not flat over the batch
     assert layout.response.target_row.tolist() == [1, 5, 6, 7, 8, 9, 11]
-    assert layout.refused.sample.tolist() == [0, 0, 0] + [1] * 5
+    assert layout.rejected.sample.tolist() == [0, 0, 0] + [1] * 5
 
 
 def test_a_sample_without_blocks_still_has_one_dropped_block():
     layout = build_layout([empty_item(3)])
     assert layout.block_keep.tolist() == [[False]]
-    assert layout.context_len == layout.response.slot.numel() == layout.refused.slot.numel() == 0
+    assert layout.context_len == layout.response.slot.numel() == layout.rejected.slot.numel() == 0
 
 
 def test_one_token_prompt_can_anchor_the_first_block_of_the_upstream_convention():
@@ -118,14 +118,14 @@ def test_an_anchor_before_the_last_prompt_token_is_refused():
             "block 1, offset 4 has no slot among 3 blocks of 4",
         ),
         ({"response_offset": (0, 2, 1, 2, 3, 1)}, "block 0, offset 0 has no slot"),
-        ({"refused_block": (0, 0, 2, 2, 3)}, "block 3, offset 3 has no slot"),
+        ({"rejected_block": (0, 0, 2, 2, 3)}, "block 3, offset 3 has no slot"),
         (
             {"anchors": (1, 2, 6)},
             "anchor 1, offset 1 is labelled 11, but the sequence of 13 tokens does not hold it at "
             "7",
         ),
         ({"response_offset": (1, 2, 1, 2, 3, 2)}, "anchor 6, offset 2 is labelled 17, .* at 13"),
-        ({"refused_logprob": (-1.0,)}, "5 refused tokens came with 1 target log-probs"),
+        ({"rejected_logprob": (-1.0,)}, "5 rejected tokens came with 1 target log-probs"),
     ],
 )
 def test_a_plan_that_does_not_fit_its_sample_is_refused(change, message):
@@ -152,7 +152,7 @@ def test_every_entry_points_at_its_token(batch: list[Rollout], block_size: int, 
         for r in batch
     ]
     layout = build_layout(items)
-    for stream in (layout.response, layout.refused):
+    for stream in (layout.response, layout.rejected):
         assert torch.equal(stream.slot % block_size, stream.offset)
         assert bool(layout.block_keep[stream.sample, stream.slot // block_size].all())
     stream = layout.response
@@ -160,14 +160,14 @@ def test_every_entry_points_at_its_token(batch: list[Rollout], block_size: int, 
     assert torch.equal(layout.input_ids[stream.sample, position], stream.token)
     assert torch.equal(position, stream.target_row + 1)
     assert bool((position < layout.lengths[stream.sample]).all())
-    stream = layout.refused
+    stream = layout.rejected
     prompt = torch.tensor([len(item.prompt_ids) for item in items])[stream.sample]
     response_position = (
         layout.anchors[stream.sample, stream.slot // block_size] + stream.offset - prompt
     )
     assert torch.equal(
         stream.token, 900 + response_position
-    )  # how the random rollouts number refused tokens
+    )  # how the random rollouts number rejected tokens
 
 
 def padded_cost(batch: list[TrainItem]) -> int:
@@ -230,4 +230,4 @@ def test_warmup_blocks_lay_out_as_well():
     assert layout.anchors.tolist() == [[2, 3, 4, 5, 6]]
     assert layout.response.target_row.tolist() == [2, 3, 3, 4, 4, 5, 5, 6, 6]
     assert layout.response.token.tolist() == [101, 102, 102, 103, 103, 104, 104, 105, 105]
-    assert layout.refused.slot.numel() == 0
+    assert layout.rejected.slot.numel() == 0

@@ -132,7 +132,7 @@ def test_min_clamp_of_the_forward_kl():
 
 
 def test_k3_saturates_and_the_min_clamp_keeps_it_alive():
-    # a refused token that the target finds e^-30 likely: -d - 1 = 28.5, clamped to 10 without
+    # a rejected token that the target finds e^-30 likely: -d - 1 = 28.5, clamped to 10 without
     # gradient
     values, slopes = value_and_slope(k3, [-0.5], [-30.0])
     assert (values[0], slopes[0]) == (10.0, 0.0)
@@ -280,7 +280,7 @@ def test_clamped_values_carry_no_gradient():
 
 
 def test_combination_by_hand():
-    # two response tokens; refused tokens at offsets 1 and 2, gamma 1/2, weight 2: (f1 + f2 + 2 (r1
+    # two response tokens; rejected tokens at offsets 1 and 2, gamma 1/2, weight 2: (f1 + f2 + 2 (r1
     # + r2/2)) / (2 + 2 * 1.5)
     spec = LossSpec(rejected_stream_weight=2.0, rejected_position_decay=0.5)
     f = bernoulli_forward_kl(torch.tensor([-1.0, -2.0]), torch.tensor([-0.5, -0.25]))
@@ -297,18 +297,18 @@ def test_combination_by_hand():
 def test_totals_of_the_worked_example():
     sample = worked_sample()
     plan = plan_opd(sample, block_size=4)
-    # six supervised tokens at offsets 1 2 | 1 2 3 | 1, five refused ones at offsets 2 3 | 1 2 3
+    # six supervised tokens at offsets 1 2 | 1 2 3 | 1, five rejected ones at offsets 2 3 | 1 2 3
     spec = LossSpec(response_position_decay=1.0, rejected_position_decay=0.5)
-    refused = 0.5 + 0.25 + 1 + 0.5 + 0.25
-    assert stream_totals([plan], [8], spec) == StreamTotals(6.0, refused)
+    rejected = 0.5 + 0.25 + 1 + 0.5 + 0.25
+    assert stream_totals([plan], [8], spec) == StreamTotals(6.0, rejected)
     assert stream_totals([plan], [8], replace(spec, response_position_decay=0.5)) == StreamTotals(
-        3 + 2 * 0.5 + 0.25, refused
+        3 + 2 * 0.5 + 0.25, rejected
     )
     upstream = replace(spec, convention="draft_opd")
-    assert stream_totals([plan, plan], [8, 8], upstream) == StreamTotals(16.0, 2 * refused)
+    assert stream_totals([plan, plan], [8, 8], upstream) == StreamTotals(16.0, 2 * rejected)
     assert stream_totals(
         [plan], [8], replace(upstream, response_position_decay=0.5)
-    ) == StreamTotals(4.25, refused)
+    ) == StreamTotals(4.25, rejected)
     assert (
         StreamTotals(6.0, 2.0).denominator(
             LossSpec(response_stream_weight=0.5, rejected_stream_weight=3.0)
@@ -335,18 +335,18 @@ def test_nothing_supervised_gives_a_zero_that_can_be_differentiated(totals):
 
 def test_a_stream_without_weight_has_no_part_in_value_gradient_or_denominator():
     spec = LossSpec(rejected_stream_weight=0.0)
-    refused = torch.tensor([5.0], requires_grad=True)
+    rejected = torch.tensor([5.0], requires_grad=True)
     loss = combine(
         torch.tensor([2.0]),
         torch.tensor([1]),
-        refused,
+        rejected,
         torch.tensor([1]),
         StreamTotals(4.0, 9.0),
         spec,
     )
     loss.backward()
     assert loss.item() == 0.5
-    assert refused.grad.tolist() == [0.0]
+    assert rejected.grad.tolist() == [0.0]
 
 
 # -- independence of how a mini-batch is split -----------------------------------------------------
@@ -361,12 +361,12 @@ def values_of(
     response = bernoulli_forward_kl(
         student[layout.response.token, layout.response.offset], teacher, spec.log_prob_min_clamp
     )
-    refused = k3(
-        student[layout.refused.token, layout.refused.offset],
-        layout.refused.teacher_logprob,
+    rejected = k3(
+        student[layout.rejected.token, layout.rejected.offset],
+        layout.rejected.teacher_logprob,
         spec.log_prob_min_clamp,
     )
-    return response, refused
+    return response, rejected
 
 
 def run(items, totals, spec, budget, ranks):
@@ -379,13 +379,13 @@ def run(items, totals, spec, budget, ranks):
         (draft.sum() * 0).backward()
         for batch in split_micro_batches(items[rank::ranks], budget):
             layout = build_layout(batch)
-            response, refused = values_of(layout, draft, spec)
+            response, rejected = values_of(layout, draft, spec)
             part = combine(
-                response, layout.response.offset, refused, layout.refused.offset, totals, spec
+                response, layout.response.offset, rejected, layout.rejected.offset, totals, spec
             )
             (part * ranks).backward()
             loss += part.item()
-            metrics.append(loss_metrics(response, refused, part.detach(), spec))
+            metrics.append(loss_metrics(response, rejected, part.detach(), spec))
         gradients.append(draft.grad)
     return loss, torch.stack(gradients).mean(0), reduce_metrics(metrics)
 
@@ -446,9 +446,9 @@ def finished(metrics: StepMetrics) -> dict[str, float]:
 
 
 def test_metrics_by_hand():
-    response, refused = torch.tensor([0.5, 12.0]), torch.tensor([10.0, 2.0, 3.0])
+    response, rejected = torch.tensor([0.5, 12.0]), torch.tensor([10.0, 2.0, 3.0])
     assert finished(
-        loss_metrics(response, refused, torch.tensor(0.25), LossSpec(loss_max_clamp=10.0))
+        loss_metrics(response, rejected, torch.tensor(0.25), LossSpec(loss_max_clamp=10.0))
     ) == {
         "loss": 0.25,
         "loss_min": 0.5,

@@ -18,8 +18,8 @@ def supervised(plan: BlockPlan) -> list[tuple[int, int]]:
     ]
 
 
-def refused(plan: BlockPlan) -> list[tuple[int, int, int]]:
-    entries = zip(plan.refused_block, plan.refused_offset, plan.refused_token, strict=True)
+def rejected(plan: BlockPlan) -> list[tuple[int, int, int]]:
+    entries = zip(plan.rejected_block, plan.rejected_offset, plan.rejected_token, strict=True)
     return [(plan.anchors[block], offset, token) for block, offset, token in entries]
 
 
@@ -33,17 +33,17 @@ def test_exact_plan_of_the_worked_example():
     # slot; step 3: the correction
     assert supervised(plan) == [(0, 1), (0, 2), (2, 1), (2, 2), (2, 3), (6, 1)]
     assert plan.response_label == (11, 12, 13, 14, 15, 17)
-    assert refused(plan) == WORKED_REFUSED
-    assert plan.refused_logprob == (-2.5, -3.5, -4.0, -5.0, -6.0)
+    assert rejected(plan) == WORKED_REFUSED
+    assert plan.rejected_logprob == (-2.5, -3.5, -4.0, -5.0, -6.0)
 
 
 def test_draft_opd_plan_of_the_worked_example():
     plan = plan_opd(worked_sample(), block_size=4, convention="draft_opd")
-    # pairs (-1 -> 2), (2 -> 6), (6 -> 7), plus anchor 0 for the refusals alone
+    # pairs (-1 -> 2), (2 -> 6), (6 -> 7), plus anchor 0 for the rejections alone
     assert plan.anchors == (-1, 0, 2, 6)
     assert supervised(plan) == [(-1, 1), (-1, 2), (-1, 3), (2, 1), (2, 2), (2, 3), (6, 1)]
     assert plan.response_label == (10, 11, 12, 13, 14, 15, 17)
-    assert refused(plan) == WORKED_REFUSED
+    assert rejected(plan) == WORKED_REFUSED
 
 
 def test_block_span_reaches_to_the_end_of_block_or_response():
@@ -55,7 +55,7 @@ def test_block_span_reaches_to_the_end_of_block_or_response():
 def test_offsets_beyond_a_smaller_block_are_dropped():
     plan = plan_opd(worked_sample(), block_size=3)
     assert supervised(plan) == [(0, 1), (0, 2), (2, 1), (2, 2), (6, 1)]
-    assert refused(plan) == [(0, 2, 902), (6, 1, 931), (6, 2, 932)]
+    assert rejected(plan) == [(0, 2, 902), (6, 1, 931), (6, 2, 932)]
 
 
 def test_a_larger_block_has_a_slot_for_the_bonus_token():
@@ -93,9 +93,9 @@ def one_token_steps(count: int):
 def test_anchor_cap_is_even_and_keeps_the_last(limit, kept):
     plan = plan_opd(one_token_steps(10), block_size=2, max_response_anchors=limit)
     assert [anchor for anchor, _ in supervised(plan)] == kept
-    # refusals keep their blocks whatever the cap
+    # rejections keep their blocks whatever the cap
     assert plan.anchors == tuple(range(10))
-    assert [anchor for anchor, _, _ in refused(plan)] == list(range(10))
+    assert [anchor for anchor, _, _ in rejected(plan)] == list(range(10))
 
 
 def test_capped_anchors_without_refusals_leave_no_block_behind():
@@ -132,7 +132,7 @@ def test_exact_segments_supervise_each_token_with_a_slot_once(rollout: Rollout, 
         rollout.sample.response_ids[anchor + offset] for anchor, offset in supervised(plan)
     )
     assert set(plan.anchors) == {anchor for anchor, _ in supervised(plan)} | {
-        anchor for anchor, _, _ in refused(plan)
+        anchor for anchor, _, _ in rejected(plan)
     }
     assert list(plan.anchors) == sorted(set(plan.anchors))
 
@@ -161,7 +161,7 @@ def test_refusals_are_the_same_under_every_convention(
         if anchor + hits + 1 < rollout.length
         for offset in range(hits + 1, min(rollout.num_drafts, block_size - 1) + 1)
     ]
-    assert refused(plan) == expected
+    assert rejected(plan) == expected
     assert all(-1 <= anchor <= rollout.length - 2 for anchor in plan.anchors)
     if cap:
         assert len({anchor for anchor, _ in supervised(plan)}) <= cap
@@ -203,7 +203,7 @@ def test_warmup_blocks_reach_to_the_end_of_block_or_response():
         (4, 1),
     ]
     assert plan.response_label == (101, 102, 103, 102, 103, 104, 103, 104, 105, 104, 105, 105)
-    assert plan.refused_block == ()
+    assert plan.rejected_block == ()
 
 
 def test_warmup_anchors_are_distinct_uniform_and_depend_on_the_rng_alone():
@@ -281,7 +281,7 @@ def test_a_sample_without_verify_steps_is_skipped_and_counted_as_empty():
     )
     plain = make_sample(
         [(0, [], [])], [100, 101]
-    )  # rolled out without drafting: no statement about refusals
+    )  # rolled out without drafting: no statement about rejections
     assert (
         PREFIX + "empty_reject_sample_count"
         not in plan_counts(plan_opd(plain, block_size=4), plain).finish()
@@ -297,7 +297,7 @@ def test_a_sample_without_verify_steps_is_skipped_and_counted_as_empty():
 def test_a_stride_keeps_the_last_anchor(stride: int, kept: list[int]):
     plan = plan_opd(one_token_steps(5), block_size=2, response_anchor_stride=stride)
     assert [anchor for anchor, _ in supervised(plan)] == kept
-    assert len(refused(plan)) == 5
+    assert len(rejected(plan)) == 5
 
 
 def test_upstream_stride_vector():
@@ -323,20 +323,20 @@ def test_the_cap_applies_to_what_the_stride_left():
 
 def test_only_the_first_refused_token_of_each_block():
     plan = plan_opd(worked_sample(), block_size=4, rejected_first_only=True)
-    assert refused(plan) == [(0, 2, 902), (6, 1, 931)]
-    assert plan.refused_logprob == (-2.5, -4.0)
+    assert rejected(plan) == [(0, 2, 902), (6, 1, 931)]
+    assert plan.rejected_logprob == (-2.5, -4.0)
 
 
 @pytest.mark.parametrize(("limit", "kept"), [(1, 1), (2, 2), (4, 4), (5, 5), (9, 5), (0, 5)])
 def test_refused_tokens_per_sample_are_the_first_in_order(limit: int, kept: int):
     plan = plan_opd(worked_sample(), block_size=4, max_rejected_tokens=limit)
-    assert refused(plan) == WORKED_REFUSED[:kept]
+    assert rejected(plan) == WORKED_REFUSED[:kept]
 
 
 def test_a_limit_drops_the_blocks_it_empties_but_no_response_block():
     plan = plan_opd(worked_sample(), block_size=4, convention="draft_opd", max_rejected_tokens=3)
     assert plan.anchors == (-1, 0, 2, 6)
-    assert refused(plan) == WORKED_REFUSED[:3]
+    assert rejected(plan) == WORKED_REFUSED[:3]
 
 
 @given(rollouts(), st.integers(2, 7), st.sampled_from(["exact", "draft_opd"]), st.integers(0, 99))
@@ -363,7 +363,7 @@ def test_random_anchors_keep_lengths_and_stay_apart(
     assert moved.response_label == tuple(
         rollout.sample.response_ids[position] for position in positions
     )
-    assert refused(moved) == refused(true)
+    assert rejected(moved) == rejected(true)
 
 
 def test_random_anchors_depend_on_seed_and_content():
@@ -389,6 +389,6 @@ def test_both_ways_of_counting_agree(rollout: Rollout, block_size: int, conventi
     counts = plan_counts(plan, rollout.sample)
     assert counts.sums["actor/distillation/opd_effective_token_count"] == len(plan.response_label)
     assert counts.sums["actor/distillation/opd_rejected_draft_token_count"] == len(
-        plan.refused_token
+        plan.rejected_token
     )
     assert counts.means["data/supervised_share"] == (len(plan.response_label), rollout.length)

@@ -5,7 +5,7 @@ from hypothesis import given
 
 from tests.rollouts import UNHURRIED, WORKED_RESPONSE, Rollout, rollouts, worked_sample
 from verl_opd.opd.trace import (
-    Refusal,
+    Rejection,
     VerifyStep,
     VerifyTrace,
     accept_length,
@@ -13,7 +13,7 @@ from verl_opd.opd.trace import (
     boundaries,
     check_trace,
     from_extra_fields,
-    refusals,
+    rejections,
     to_extra_fields,
     trace_from_events,
 )
@@ -47,12 +47,12 @@ def test_worked_example_steps_and_derived_values():
         (6, 0, 1),
     ]
     assert boundaries(trace) == [2, 6, 7]
-    assert refusals(trace) == [
-        Refusal(0, 2, 902, -2.5),
-        Refusal(0, 3, 903, -3.5),
-        Refusal(6, 1, 931, -4.0),
-        Refusal(6, 2, 932, -5.0),
-        Refusal(6, 3, 933, -6.0),
+    assert rejections(trace) == [
+        Rejection(0, 2, 902, -2.5),
+        Rejection(0, 3, 903, -3.5),
+        Rejection(6, 1, 931, -4.0),
+        Rejection(6, 2, 932, -5.0),
+        Rejection(6, 3, 933, -6.0),
     ]
     assert accept_length(trace) == pytest.approx(7 / 3)
     assert accepted_by_position(trace.steps) == (2, 1, 1)
@@ -64,7 +64,7 @@ def test_worked_example_on_the_wire_both_ways():
 
 
 def test_four_drafts_example_keeps_block_anchors_apart_from_reject_positions():
-    # 2 of 4 accepted, then 4 of 4, then none: first refusals stand at 3 and 9, their blocks are
+    # 2 of 4 accepted, then 4 of 4, then none: first rejections stand at 3 and 9, their blocks are
     # anchored at 0 and 8
     events = [
         (2, [1, 2, 93, 94], [-1.0, -2.0]),
@@ -81,7 +81,7 @@ def test_four_drafts_example_keeps_block_anchors_apart_from_reject_positions():
 
 
 @pytest.mark.parametrize(
-    ("length", "committed", "refused"),
+    ("length", "committed", "rejected"),
     [
         (5, [4], [5]),  # everything up to the correction fits
         (4, [3], []),  # ends on the last accepted proposal: the rejection point was never reached
@@ -90,12 +90,12 @@ def test_four_drafts_example_keeps_block_anchors_apart_from_reject_positions():
         (0, [], []),
     ],
 )
-def test_steps_are_clipped_where_the_response_ends(length, committed, refused):
+def test_steps_are_clipped_where_the_response_ends(length, committed, rejected):
     trace = trace_from_events(
         [(3, [1, 2, 3, 94, 95], [-1.0, -2.0]), (0, [9] * 5, [-1.0] * 5)], length
     )
     assert [step.committed for step in trace.steps] == committed
-    assert [item.offset for item in refusals(trace)] == ([4, 5] if refused else [])
+    assert [item.offset for item in rejections(trace)] == ([4, 5] if rejected else [])
     assert from_extra_fields(to_extra_fields(trace), length) == trace
 
 
@@ -209,7 +209,7 @@ def test_check_refuses_another_response_length():
             [1] * 8,
             "drafted_token_ids has 8 .* blocks of 9 proposals with 4 accepted",
         ),
-        ("dflash_replay_block_refused_logprobs", [-1.0] * 4, "refused_logprobs 4 entries"),
+        ("dflash_replay_block_refused_logprobs", [-1.0] * 4, "rejected_logprobs 4 entries"),
         ("dflash_replay_block_accepted_lengths", [4, 3, -3], "impossible verify step at anchor 0"),
         (
             "dflash_replay_block_anchor_indices",
@@ -237,7 +237,7 @@ def test_a_refused_proposal_that_replaces_itself_is_no_exact_verification():
     check_trace(trace, (10, 11, 19))
     with pytest.raises(
         ValueError,
-        match="proposal 2 of the block anchored at 0 was refused and replaced by itself \\(token "
+        match="proposal 2 of the block anchored at 0 was rejected and replaced by itself \\(token "
         "12\\)",
     ):
         check_trace(trace, (10, 11, 12))
@@ -257,7 +257,7 @@ def test_random_rollouts_are_explained_and_survive_the_wire(rollout: Rollout):
         if anchor + hits + 1 < length
         for offset in range(hits + 1, rollout.num_drafts + 1)
     ]
-    assert [(item.anchor, item.offset, item.token) for item in refusals(trace)] == expected
+    assert [(item.anchor, item.offset, item.token) for item in rejections(trace)] == expected
     fields = json.loads(json.dumps(to_extra_fields(trace)))
     assert from_extra_fields(fields, length) == trace
     assert fields["dflash_reject_token_count"] + fields["dflash_non_reject_token_count"] == length

@@ -1,4 +1,4 @@
-"""cases.log: the response can be read off the marked text, and so can every guess."""
+"""samples.log: the response can be read off the marked text, and so can every guess."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from hypothesis import given
 
 from tests.rollouts import UNHURRIED, Rollout, make_sample, rollouts, worked_sample
-from verl_opd.report.sample_log import CaseLog, marked
+from verl_opd.report.sample_log import SampleLog, marked
 
 
 def decode(ids: Sequence[int]) -> str:
@@ -36,14 +36,14 @@ def test_the_response_is_what_stands_outside_brackets_and_inside_braces(rollout:
     text = marked(rollout.sample, decode)
     assert re.sub(r"\[\{([^}]*)\}[^]]*\]", r"\1", text) == decode(rollout.sample.response_ids)
     refused = "".join(re.findall(r"\}([^]]*)\]", text))
-    assert refused == "".join(decode(step.refused) for step in rollout.sample.trace.steps)
+    assert refused == "".join(decode(step.rejected) for step in rollout.sample.trace.steps)
 
 
 def test_one_entry_a_step(tmp_path: Path) -> None:
-    log = CaseLog(tmp_path / "cases.log", decode)
+    log = SampleLog(tmp_path / "samples.log", decode)
     log.write(3, worked_sample())
     log.write(4, worked_sample())
-    text = (tmp_path / "cases.log").read_text()
+    text = (tmp_path / "samples.log").read_text()
     assert re.findall(
         r"== step (\d+), sample 0-0, draft version 0, 8 tokens, 3 verify steps", text
     ) == ["3", "4"]

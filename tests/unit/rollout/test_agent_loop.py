@@ -14,7 +14,7 @@ from verl_opd.opd.trace import RolloutSample, to_extra_fields, trace_from_events
 from verl_opd.rollout.agent_loop import (
     AGENT_LOOPS,
     AgentLoop,
-    AgentLoopRunner,
+    AgentLoopWorker,
     SampleFailure,
     get_agent_loop,
 )
@@ -72,14 +72,14 @@ def prompts(count: int) -> list[Prompt]:
 
 
 def run(
-    work: Callable[[AgentLoopRunner], Any],
+    work: Callable[[AgentLoopWorker], Any],
     servers: int = 2,
     limit: int = 64,
     timeout: float = 5.0,
     loop: str = "single_turn",
 ):
     fakes, router = [FakeServer() for _ in range(servers)], Router(servers)
-    runner = AgentLoopRunner(loop, [Remote(fake) for fake in fakes], Remote(router), limit, timeout)
+    runner = AgentLoopWorker(loop, [Remote(fake) for fake in fakes], Remote(router), limit, timeout)
     return asyncio.run(work(runner)), fakes, router
 
 
@@ -91,7 +91,7 @@ def test_samples_come_back_in_order_with_trace_and_version():
         (s.draft_version, s.finish_reason, s.data_source) == (3, "stop", "unit") for s in samples
     )
     (step,) = samples[4].trace.steps
-    assert (step.anchor, step.accepted, step.refused, step.refused_logprobs) == (
+    assert (step.anchor, step.accepted, step.rejected, step.rejected_logprobs) == (
         0,
         1,
         (61,),
@@ -107,7 +107,7 @@ def test_no_more_samples_are_in_flight_than_allowed():
 
 
 def test_a_failed_sample_is_named_and_its_server_released():
-    async def work(runner: AgentLoopRunner) -> None:
+    async def work(runner: AgentLoopWorker) -> None:
         outcomes = await runner.run(prompts(4), {"fail": 2}, 0)
         assert [isinstance(outcome, RolloutSample) for outcome in outcomes] == [
             True,
@@ -122,7 +122,7 @@ def test_a_failed_sample_is_named_and_its_server_released():
 
 
 def test_a_response_that_never_comes_ends_in_a_clear_error():
-    async def work(runner: AgentLoopRunner) -> None:
+    async def work(runner: AgentLoopWorker) -> None:
         (outcome,) = await runner.run(prompts(1), {"seconds": 3}, 0)
         assert "no response from server 0 within rollout.request_timeout=0.05 s" in outcome.reason
 

@@ -14,7 +14,7 @@ import torch
 from verl_opd.controller.phases import PhaseMachine
 from verl_opd.devices import DEVICES
 from verl_opd.errors import RolloutError
-from verl_opd.rollout.server import EngineSettings, RolloutEngine
+from verl_opd.rollout.server import EngineSettings, RolloutServer
 
 
 class DroppingEngine:
@@ -69,9 +69,9 @@ class DroppingEngine:
 
 
 @pytest.fixture(params=sorted(DEVICES))
-def asleep_and_awake(request: pytest.FixtureRequest) -> tuple[RolloutEngine, DroppingEngine, int]:
+def asleep_and_awake(request: pytest.FixtureRequest) -> tuple[RolloutServer, DroppingEngine, int]:
     device = DEVICES[request.param]
-    live = RolloutEngine(
+    live = RolloutServer(
         EngineSettings("t", "float32", "d", "dflash", 3, (0,), 3, 64, 4, device=device.name)
     )
     live._engine = DroppingEngine()
@@ -79,7 +79,7 @@ def asleep_and_awake(request: pytest.FixtureRequest) -> tuple[RolloutEngine, Dro
 
 
 def test_one_round_keeps_the_target_takes_the_draft_and_forgets_old_prefixes(
-    asleep_and_awake: tuple[RolloutEngine, DroppingEngine, int],
+    asleep_and_awake: tuple[RolloutServer, DroppingEngine, int],
 ):
     live, engine, level = asleep_and_awake
 
@@ -111,7 +111,7 @@ def test_one_round_keeps_the_target_takes_the_draft_and_forgets_old_prefixes(
 
 
 def test_sleeping_and_waking_twice_is_once(
-    asleep_and_awake: tuple[RolloutEngine, DroppingEngine, int],
+    asleep_and_awake: tuple[RolloutServer, DroppingEngine, int],
 ):
     live, engine, level = asleep_and_awake
 
@@ -131,7 +131,7 @@ def test_sleeping_and_waking_twice_is_once(
 
 
 def test_a_sleep_that_would_lose_the_target_is_refused_and_changes_nothing(
-    asleep_and_awake: tuple[RolloutEngine, DroppingEngine, int],
+    asleep_and_awake: tuple[RolloutServer, DroppingEngine, int],
 ):
     """E1, E2: after level 2 the target answers garbage and everything is accepted."""
     live, engine, _ = asleep_and_awake

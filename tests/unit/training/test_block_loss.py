@@ -50,7 +50,7 @@ def reference(
             refused = {
                 o: t
                 for b, o, t in zip(
-                    plan.refused_block, plan.refused_offset, plan.refused_token, strict=True
+                    plan.rejected_block, plan.rejected_offset, plan.rejected_token, strict=True
                 )
                 if b == block
             }

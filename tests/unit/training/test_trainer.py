@@ -173,10 +173,10 @@ def plain_loss(
             total = total + value * spec.response_position_decay ** (offset - 1)
             weights += spec.response_position_decay ** (offset - 1)
         refused = zip(
-            plan.refused_block,
-            plan.refused_offset,
-            plan.refused_token,
-            plan.refused_logprob,
+            plan.rejected_block,
+            plan.rejected_offset,
+            plan.rejected_token,
+            plan.rejected_logprob,
             strict=True,
         )
         for block, offset, token, logprob in refused:

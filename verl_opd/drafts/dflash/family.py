@@ -25,7 +25,7 @@ class DFlash:
     engine_method = "dflash"
     engine_names = ()
     has_own_head = False
-    chained = False
+    autoregressive = False
     v2_runner = False
 
     def derive_config(

@@ -28,7 +28,7 @@ class DSpark:
     engine_method = "dspark"
     engine_names = ()
     has_own_head = False
-    chained = True
+    autoregressive = True
     v2_runner = True
 
     def derive_config(

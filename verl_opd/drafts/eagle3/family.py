@@ -28,7 +28,7 @@ class Eagle3:
     engine_method = "eagle3"
     engine_names = ((_PUBLIC, "midlayer."),)
     has_own_head = True
-    chained = True
+    autoregressive = True
     v2_runner = False
 
     def derive_config(

@@ -87,7 +87,7 @@ def expand(
     output.copy_(values.repeat_interleave(counts))
 
 
-def mend_sampling() -> bool:
+def fix_sampling() -> bool:
     """On CPU, see whether verification is given the requests' temperatures, and mend it when not;
     whether it was broken.
 

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from verl_opd.engines.worker.cpu import keep_drafts_loadable, mend_sampling
+from verl_opd.engines.worker.cpu import fix_sampling, keep_drafts_loadable
 from verl_opd.engines.worker.draft_loader import DraftLoader, draft_model, target_checksum
 from verl_opd.engines.worker.hooks import attach
 from verl_opd.engines.worker.recorder import VerifyRecorder
@@ -42,7 +42,7 @@ class OpdWorkerExtension:
             runner = self.model_runner
             if hasattr(self, "opd_recorder"):
                 return {"failure": "", "seam": "attached before", **_drafter_facts(runner)}
-            facts = {**_drafter_facts(runner), "mended_sampling": mend_sampling()}
+            facts = {**_drafter_facts(runner), "fixed_sampling": fix_sampling()}
             recorder = VerifyRecorder(_live_requests(runner))
             seam, switch = attach(runner, recorder)
             self.opd_recorder, self.opd_switch, self.opd_loader = (

@@ -66,7 +66,7 @@ def accepted_count(row: Sequence[int], drafts: Sequence[int]) -> int:
 
     Bounded by both signals: tokens before the -1 padding minus the target's own, and the prefix
     that matches the proposals. Engines that pad give the first; samplers that fill whole rows only
-    give the second; a recovered token equal to a refused proposal fools the second alone.
+    give the second; a recovered token equal to a rejected proposal fools the second alone.
     """
     valid = sum(token != -1 for token in row)
     matching = 0
@@ -95,7 +95,7 @@ class VerifyRecorder:
     """Verify steps by internal request id, handed out once through `pop`.
 
     A request's first sampled token comes from prefill and is no event; every later step is one:
-    (accepted, drafted ids, target log-probs of the refused ones), or (0, [], []) when nothing was
+    (accepted, drafted ids, target log-probs of the rejected ones), or (0, [], []) when nothing was
     drafted. Placeholders verified in place of proposals teach nothing: every token that such a step
     commits is a draft-free event; a slot that holds -1 was never proposed. Counters say what was
     seen and what failed.
