@@ -209,7 +209,7 @@ def test_check_refuses_another_response_length():
             [1] * 8,
             "drafted_token_ids has 8 .* blocks of 9 proposals with 4 accepted",
         ),
-        ("dflash_replay_block_refused_logprobs", [-1.0] * 4, "rejected_logprobs 4 entries"),
+        ("dflash_replay_block_refused_logprobs", [-1.0] * 4, "refused_logprobs 4 entries"),
         ("dflash_replay_block_accepted_lengths", [4, 3, -3], "impossible verify step at anchor 0"),
         (
             "dflash_replay_block_anchor_indices",
