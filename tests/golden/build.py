@@ -31,14 +31,14 @@ from tests import docs
 from tests.golden import cases
 from tests.golden.cases import Case, Event, Text
 from verl_opd.cli import main
-from verl_opd.config import aliases
+from verl_opd.compat import aliases
 from verl_opd.config.recipes import recipe_names
 from verl_opd.config.schema import Config
 from verl_opd.controller import fleet as fleet_module
 from verl_opd.controller.job import draft_config_of
 from verl_opd.controller.loop import Loop
 from verl_opd.controller.progress import Progress
-from verl_opd.controller.validate import Benchmarks
+from verl_opd.controller.benchmarks import Benchmarks
 from verl_opd.data.loader import Loader
 from verl_opd.data.prompts import Prompt
 from verl_opd.drafts import get_family
@@ -47,7 +47,7 @@ from verl_opd.opd import trace as traces
 from verl_opd.opd.metrics import reduce_metrics
 from verl_opd.opd.trace import RolloutSample, TeacherScores
 from verl_opd.rollout.sync import SyncReport
-from verl_opd.training.step import DraftTrainer
+from verl_opd.training.trainer import DraftTrainer
 
 # Keys of the configuration that were renamed since the recording, old dotted prefix -> new one.
 RENAMED: dict[str, str] = {}
@@ -297,7 +297,7 @@ def run_case(case: Case, target: Path, folder: Path) -> Record:
         progress=Progress(),
         identity={},
         facts={},
-        cases=anything,
+        sample_log=anything,
         conversations=conversations_of(cfg, case),
         reward=cases.reward if case.reward else None,
         proposable=frozenset(case.proposable) if case.proposable else None,
@@ -411,7 +411,7 @@ def from_wire(fields: dict[str, Any], length: int) -> dict[str, Any] | None:
     except ValueError:
         return None
     steps = [
-        [s.anchor, list(s.drafted), s.accepted, s.committed, list(s.refused_logprobs)]
+        [s.anchor, list(s.drafted), s.accepted, s.committed, list(s.rejected_logprobs)]
         for s in trace.steps
     ]
     return {"length": trace.response_len, "steps": steps, "draft_free": list(trace.draft_free)}
