@@ -33,6 +33,7 @@ BASE: dict[str, Any] = {
     "optim.lr": 1e-3,
     "training.param_dtype": "float32",
     "training.lm_head_chunk_size": 5,
+    "trainer.seed": 7,  # not that of the data
     "trainer.val_before_train": False,
     "trainer.save_freq": -1,
 }
@@ -127,6 +128,7 @@ CASES: dict[str, Case] = {
             "opd.response_loss": "k1",
             "opd.policy_gradient": True,
             "opd.reward_weight": 0.5,
+            "opd.clip_ratio": 0.05,
             "trainer.update_epochs": 2,
         },
     ),
@@ -155,6 +157,11 @@ CASES: dict[str, Case] = {
             "opd.max_rejected_tokens": 5,
             "opd.rejected_loss": "forward_kl",
         },
+    ),
+    "eagle3-block_span": Case(
+        "eagle3",
+        on_policy=20,
+        settings={"opd.response_span": "block", "opd.response_position_decay": 0.9},
     ),
     "dflash-random_anchors": Case(
         "dflash",
