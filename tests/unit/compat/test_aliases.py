@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import DictConfig
 
 from scripts.alias_page import markdown
 from tests.alias_rows import (
@@ -30,10 +31,19 @@ from verl_opd.cli import main
 from verl_opd.compat.aliases import TABLE, Drop, Refuse, To, With, table, translate
 from verl_opd.config.keys import is_free_form, is_known
 from verl_opd.config.load import compose_config, load_config
+from verl_opd.config.schema import Config
 from verl_opd.config.validate import validate
 from verl_opd.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
+
+
+def _load(recipe: str, lines: list[str]) -> Config:
+    return load_config(recipe, translate(lines)[0])
+
+
+def _compose(recipe: str, lines: list[str]) -> DictConfig:
+    return compose_config(recipe, translate(lines)[0])
 
 
 def _error(*lines: str) -> str:
@@ -105,7 +115,7 @@ def test_every_target_is_a_key_of_ours_and_no_old_name_is_another_key() -> None:
 @pytest.mark.parametrize("prefix", ["", "+", "++"])
 def test_prefixes(prefix: str) -> None:
     assert translate([f"{prefix}{ACTOR}optim.lr=1e-4"])[0] == ["optim.lr=1e-4"]
-    cfg = compose_config(
+    cfg = _compose(
         "qwen3_4b_dflash_8gpu",
         [f"{prefix}data.apply_chat_template_kwargs.enable_thinking=True", f"{prefix}{MODEL}path=x"],
     )
@@ -142,14 +152,14 @@ def test_unknown_keys_keep_their_error() -> None:
         match=r"unknown key actor_rollout_ref\.rollout\.temprature .*did you mean "
         r"rollout\.temperature\?",
     ):
-        compose_config("quickstart", [f"{ROLLOUT}temprature=0"])
+        _compose("quickstart", [f"{ROLLOUT}temprature=0"])
     with pytest.raises(ConfigError, match="cannot be read"):
-        compose_config("quickstart", [f"{ROLLOUT}temperature=[1"])
+        _compose("quickstart", [f"{ROLLOUT}temperature=[1"])
 
 
 def test_a_wrong_type_is_told_with_our_key() -> None:
     with pytest.raises(ConfigError, match=r"optim\.lr='fast'"):
-        compose_config("quickstart", [f"{ACTOR}optim.lr=fast"])
+        _compose("quickstart", [f"{ACTOR}optim.lr=fast"])
 
 
 @pytest.mark.parametrize(
@@ -168,7 +178,7 @@ def test_a_wrong_type_is_told_with_our_key() -> None:
     ],
 )
 def test_quoting_survives(text: str, expected: Any) -> None:
-    cfg = load_config("quickstart", [f"++{ROLLOUT}engine_kwargs.vllm.compilation_config={text}"])
+    cfg = _load("quickstart", [f"++{ROLLOUT}engine_kwargs.vllm.compilation_config={text}"])
     assert cfg.rollout.engine_kwargs == {"compilation_config": expected}
 
 
@@ -178,7 +188,7 @@ def test_paths_with_commas_spaces_and_quotes_survive() -> None:
         "data.train_files=\"['/x, y.jsonl']\"",
         r"data.val_files=['/d, e/it\'s {1}.jsonl']",
     ]
-    cfg = load_config("qwen3_4b_dflash_1gpu", lines)
+    cfg = _load("qwen3_4b_dflash_1gpu", lines)
     assert (cfg.target.path, cfg.data.train_files, cfg.data.val_files) == (
         "/m, n/o p",
         ["/x, y.jsonl"],
@@ -220,7 +230,7 @@ def test_what_is_translated_stays_as_it_is() -> None:
 
 
 def test_a_whole_launcher_composes_and_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
-    cfg = load_config("qwen3_4b_dflash_8gpu", LAUNCHER)
+    cfg = _load("qwen3_4b_dflash_8gpu", LAUNCHER)
     assert (cfg.target.path, cfg.draft.path, cfg.draft.family) == (
         "Qwen/Qwen3-4B",
         "/draft",
@@ -333,7 +343,7 @@ def test_refusals_leave_the_command_with_one_line(capsys: pytest.CaptureFixture[
 def test_recipes_know_our_keys_only(tmp_path: Path) -> None:
     (tmp_path / "old.yaml").write_text("actor_rollout_ref:\n  model:\n    path: x\n")
     with pytest.raises(ConfigError, match="unknown key actor_rollout_ref"):
-        compose_config(str(tmp_path / "old.yaml"), [])
+        _compose(str(tmp_path / "old.yaml"), [])
 
 
 def test_the_page_is_what_the_table_says() -> None:
