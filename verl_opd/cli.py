@@ -100,11 +100,11 @@ def _run_recipe(
     options: argparse.Namespace,
     command: list[str],
 ) -> int:
-    from verl_opd.compat.aliases import table, translate
+    from verl_opd.compat.translate import notices, translate
     from verl_opd.config.load import compose_config, load_config, to_yaml, validate
 
     overrides, translations = translate(options.overrides)
-    print(table(translations), end="", file=sys.stderr)
+    print(notices(translations), end="", file=sys.stderr)
     if options.cfg:
         print(to_yaml(compose_config(options.recipe, overrides)), end="")
         return 0
