@@ -1,5 +1,5 @@
-"""What values of verl's and Draft-OPD's keys mean in ours: one by one, and for keys that together
-decide one of ours.
+"""Values of old keys in terms of ours: key by key, and for several keys that together decide one of
+ours.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def one_less(value: Any) -> str:
 
 def a_path(value: Any) -> None:
     if value is None:
-        raise ValueError("the directory of a draft: one inside the target is not trained here")
+        raise ValueError("the directory of a draft: drafts inside the target are not trained here")
 
 
 DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
@@ -326,8 +326,8 @@ def updates_per_step(given: Given) -> dict[str, str]:
     steps = _whole(given, "trainer.update_accumulation_steps", 1)
     if not batch:
         raise ConfigError(
-            f"{key}={mini} splits data.train_batch_size, which is not on the command line: add it, "
-            "or use trainer.updates_per_step"
+            f"{key}={mini} is a part of data.train_batch_size, which is not on the command line: "
+            "add it, or use trainer.updates_per_step"
         )
     if not mini or batch % mini or (mini < batch and steps > 1):
         raise ConfigError(

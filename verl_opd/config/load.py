@@ -59,7 +59,8 @@ def load_config(recipe: str, overrides: list[str]) -> Config:
     except OmegaConfBaseException as error:
         _raise_readable(error, recipe)
     assert isinstance(cfg, Config)
-    cfg.optim.betas = tuple(cfg.optim.betas)  # type: ignore[assignment]  # OmegaConf hands tuples back as lists
+    # OmegaConf returns tuples as lists
+    cfg.optim.betas = tuple(cfg.optim.betas)  # type: ignore[assignment]
     cfg.target.path = resolve_path(cfg.target.path)
     cfg.draft.path = cfg.draft.path and resolve_path(cfg.draft.path)
     cfg.data.train_files = [resolve_path(path) for path in cfg.data.train_files]

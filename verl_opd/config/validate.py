@@ -28,8 +28,8 @@ OWNED_ENGINE_KWARGS: dict[str, str] = {
     "enforce_eager": "rollout.enforce_eager",
     "seed": "trainer.seed",
     "worker_extension_cls": "nothing: the verify recorder lives there",
-    "enable_sleep_mode": "nothing: the phases of the loop need it as it is",
-    "served_model_name": "nothing: the server answers to target.path",
+    "enable_sleep_mode": "nothing: the phases of the loop depend on it",
+    "served_model_name": "nothing: the server uses target.path",
 }
 _OWNED_BY_TEACHERS: dict[str, str] = {
     "max_logprobs": "teacher.top_k",
@@ -40,14 +40,12 @@ _OWNED_BY_TEACHERS: dict[str, str] = {
     "model": "teacher.models",
 }
 _QUICKSTART_TARGET = "/SmolLM2-135M-Instruct"
-_PREPARE = "`make quickstart` or `python -m verl_opd.commands.prepare` makes this one"
+_PREPARE = "`make quickstart` or `verl-opd prepare` creates this one"
 _PARALLEL_KWARGS = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
 
 def validate(cfg: Config) -> None:
-    """Raise ConfigError for the first value that cannot work, naming the key, its value and what
-    would.
-    """
+    """ConfigError for the first value that cannot work; it names key, value and what would work."""
     _check_rules(cfg)
     _check_files(cfg)
     _check_draft(cfg)
@@ -97,8 +95,8 @@ def _check_files(cfg: Config) -> None:
 
 
 def _check_draft(cfg: Config) -> None:
-    """Block size against the number of proposals. Without the key, that of draft.path is checked
-    when it is read.
+    """Block size against the number of proposals. Without draft.block_size, the block size of
+    draft.path is checked when its config is read.
     """
     draft, tokens = cfg.draft, cfg.rollout.num_speculative_tokens
     size = draft.block_size
