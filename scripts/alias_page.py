@@ -1,30 +1,30 @@
-"""Prints docs/aliases.md from the table of names of verl and Draft-OPD: python
-scripts/alias_page.py > docs/aliases.md
-"""
+"""Prints docs/aliases.md from the alias table: python scripts/alias_page.py > docs/aliases.md"""
 
 from __future__ import annotations
 
-from verl_opd.compat.aliases import SECTIONS, Drop, Row, To, With, in_words
+from verl_opd.compat.aliases import SECTIONS, AliasRow, Drop, To, With
+from verl_opd.compat.translate import in_words
 
 _INTRODUCTION = """\
-# Names from verl and Draft-OPD
+# Names from verl and Draft-OPD, and former names
 
-`verl-opd train`, `eval`, `bench` and `doctor` also read override lines written for verl and
-Draft-OPD, as `key=value`, `+key=value` or `++key=value`. What became of them is printed once,
-before anything else. Recipes (YAML) know only the keys of
-[`schema.py`](../verl_opd/config/schema.py).
+Every verb of `verl-opd` that takes a recipe also reads override lines written for verl and
+Draft-OPD, as `key=value`, `+key=value` or `++key=value`, and lines with keys that were renamed
+here (`warmup`, `training` and `trainer.warmup_steps`). The command first prints what it read each
+of them as. Recipes (YAML) take only the keys of [`schema.py`](../verl_opd/config/schema.py).
 
-- What no line mentions keeps the value of the recipe, not the default of verl. Only where several
-  old keys decide one of ours do the missing ones count as in Draft-OPD: `loss_mode` k3, weights 1
-  and 0, decay 0.9.
-- A key marked *dropped* asks for what is the case anyway, or for what no result depends on; where
-  accepted values are named, others are refused with the reason.
-- Two lines that decide one key differently are refused, in whatever spelling. Of several lines with
-  one old key the last one counts.
-- `opd.convention=draft_opd` chooses the anchors and the normaliser of Draft-OPD; it has no old
+- A key without a line keeps the value of the recipe, not the default of verl. Only where several
+  old keys decide one of ours do the missing ones have the defaults of Draft-OPD: `loss_mode` k3,
+  weights 1 and 0, decay 0.9.
+- *dropped*: the key has no effect, because this package always works that way or because no result
+  depends on it. Where accepted values are listed, every other value is an error with the reason.
+- *unsupported*: the key is an error with the reason.
+- Two lines that decide one key differently are an error, whatever their spelling. Of several lines
+  with one old key the last one counts.
+- `opd.convention=draft_opd` selects the anchors and the normaliser of Draft-OPD; it has no old
   name.
 
-The tables are made from `verl_opd/compat/aliases.py`:
+The tables are printed from `verl_opd/compat/aliases.py`:
 `python scripts/alias_page.py > docs/aliases.md`.
 """
 
@@ -43,13 +43,13 @@ def markdown() -> str:
     return "\n".join(parts)
 
 
-def _target(row: Row) -> str:
+def _target(row: AliasRow) -> str:
     if isinstance(row, To | With):
         return ", ".join(f"`{key}`" for key in ([row.new] if isinstance(row, To) else row.news))
-    return "dropped" if isinstance(row, Drop) else "refused"
+    return "dropped" if isinstance(row, Drop) else "unsupported"
 
 
-def _remark(row: Row) -> str:
+def _remark(row: AliasRow) -> str:
     if isinstance(row, To | With):
         return row.note
     accepted = (

@@ -1,4 +1,4 @@
-"""Lines for every row of verl_opd/compat/aliases.py, and the lines of a whole launcher."""
+"""Override lines for every row of verl_opd/compat/aliases.py, one at a time."""
 
 from __future__ import annotations
 
@@ -9,6 +9,12 @@ ROLLOUT = "actor_rollout_ref.rollout."
 TEACHER = "distillation.teacher_models.teacher_model."
 INFERENCE = f"{TEACHER}inference."
 LOSS = "distillation.distillation_loss."
+
+
+def each(prefix: str, names: str) -> list[str]:
+    """Override lines: the names, which blanks separate, behind the prefix."""
+    return [prefix + name for name in names.split()]
+
 
 RENAMED: list[tuple[str, str]] = [
     (
@@ -152,268 +158,97 @@ RENAMED: list[tuple[str, str]] = [
 ]
 
 DROPPED = [
-    *(
-        "data.filter_overlong_prompts=True",
-        "data.filter_overlong_prompts_workers=4",
-        "data.truncation='error'",
-        "data.return_raw_chat=True",
+    *each(
+        "data.",
+        "filter_overlong_prompts=True filter_overlong_prompts_workers=4 truncation='error' "
+        "return_raw_chat=True validation_shuffle=False val_batch_size=8 "
+        "dataloader_num_workers=8 reward_fn_key=data_source",
     ),
-    *(
-        "data.validation_shuffle=False",
-        "data.val_batch_size=8",
-        "data.dataloader_num_workers=8",
-        "data.reward_fn_key=data_source",
+    *each(
+        "actor_rollout_ref.",
+        "hybrid_engine=True nccl_timeout=600 ref.fsdp_config.param_offload=True",
     ),
-    *(
-        "actor_rollout_ref.hybrid_engine=True",
-        "actor_rollout_ref.nccl_timeout=600",
-        "actor_rollout_ref.ref.fsdp_config.param_offload=True",
+    *each(
+        MODEL,
+        "enable_activation_offload=False use_remove_padding=True use_fused_kernels=False "
+        "use_shm=False lora_rank=0",
     ),
-    *(
-        f"{MODEL}{x}"
-        for x in (
-            "enable_activation_offload=False",
-            "use_remove_padding=True",
-            "use_fused_kernels=False",
-            "use_shm=False",
-            "lora_rank=0",
-        )
+    *each(
+        VERL,
+        "dflash_random_response_anchor_seed=42 eagle3_random_response_anchor_seed=42 "
+        "eagle3_ttt_step_weight=0.8 eagle3_response_stream_impl=anchor_block "
+        "eagle3_response_loss_mode=scalar_k3 dflash_draft_variant=auto",
     ),
-    *(
-        f"{VERL}{x}"
-        for x in (
-            "dflash_random_response_anchor_seed=42",
-            "eagle3_random_response_anchor_seed=42",
-            "eagle3_ttt_step_weight=0.8",
-        )
+    *each(
+        ACTOR,
+        "strategy=fsdp2 strategy=fsdp ppo_micro_batch_size_per_gpu=1 "
+        "ppo_micro_batch_size=null use_dynamic_bsz=True use_torch_compile=True "
+        "entropy_coeff=0 entropy_checkpointing=True entropy_from_logits_with_chunking=True "
+        "use_kl_loss=False kl_loss_coef=0.001 kl_loss_type=low_var_kl "
+        "loss_agg_mode=token-mean ulysses_sequence_parallel_size=1 "
+        "checkpoint.save_contents=[model,extra] optim.lr_scheduler_type=cosine "
+        "optim.warmup_style=cosine optim.num_cycles=0.5 optim.lr_warmup_steps=-1 "
+        "optim.total_training_steps=-1 optim.optimizer=AdamW fsdp_config.model_dtype=fp32 "
+        "fsdp_config.param_offload=False fsdp_config.optimizer_offload=False "
+        "fsdp_config.offload_policy=False fsdp_config.fsdp_size=-1 "
+        "fsdp_config.reshard_after_forward=True fsdp_config.forward_prefetch=False "
+        "fsdp_config.ulysses_sequence_parallel_size=1",
     ),
-    *(
-        f"{VERL}{x}"
-        for x in (
-            "eagle3_response_stream_impl=anchor_block",
-            "eagle3_response_loss_mode=scalar_k3",
-            "dflash_draft_variant=auto",
-        )
+    *each(
+        ROLLOUT,
+        "name=vllm mode=async n=1 tensor_model_parallel_size=1 data_parallel_size=1 "
+        "expert_parallel_size=1 pipeline_model_parallel_size=1 n_gpus_per_node=8 nnodes=0 "
+        "load_format=auto do_sample=False ignore_eos=False free_cache_engine=True "
+        "calculate_log_probs=False log_prob_micro_batch_size_per_gpu=1 "
+        "log_prob_use_dynamic_bsz=True disable_log_stats=True skip_tokenizer_init=True "
+        "layered_summon=True multi_turn.enable=False val_kwargs.do_sample=False "
+        "val_kwargs.temperature=0.0 val_kwargs.top_k=1 val_kwargs.top_p=1.0 val_kwargs.n=1 "
+        "agent.agent_loop_config_path=null mtp._target_=a.b.C mtp.enable=True "
+        "mtp.enable_rollout=True",
     ),
-    *(
-        f"{ACTOR}{x}"
-        for x in (
-            "strategy=fsdp2",
-            "strategy=fsdp",
-            "ppo_micro_batch_size_per_gpu=1",
-            "ppo_micro_batch_size=null",
-        )
+    f"{ROLLOUT}engine_kwargs.sglang={{tp_size: 1}}",
+    *each(
+        ROLLOUT,
+        "engine_kwargs.sglang.speculative_algorithm=DFLASH "
+        "engine_kwargs.sglang.attention_backend=fa3",
     ),
-    *(
-        f"{ACTOR}{x}"
-        for x in (
-            "use_dynamic_bsz=True",
-            "use_torch_compile=True",
-            "entropy_coeff=0",
-            "entropy_checkpointing=True",
-        )
+    *each(
+        "distillation.",
+        "enabled=True nnodes=1",
     ),
-    *(
-        f"{ACTOR}{x}"
-        for x in (
-            "entropy_from_logits_with_chunking=True",
-            "use_kl_loss=False",
-            "kl_loss_coef=0.001",
-            "kl_loss_type=low_var_kl",
-        )
+    *each(
+        TEACHER,
+        "key=null model_path=null",
     ),
-    *(
-        f"{ACTOR}{x}"
-        for x in (
-            "loss_agg_mode=token-mean",
-            "ulysses_sequence_parallel_size=1",
-            "checkpoint.save_contents=[model,extra]",
-        )
+    *each(
+        INFERENCE,
+        "name=vllm temperature=1.0 dtype=bfloat16 enforce_eager=False max_model_len=4609 "
+        "prompt_length=512 response_length=1 free_cache_engine=True load_format=auto "
+        "disable_log_stats=True skip_tokenizer_init=False tensor_model_parallel_size=1 "
+        "engine_kwargs.sglang.random_seed=42",
     ),
-    *(
-        f"{ACTOR}optim.{x}"
-        for x in (
-            "lr_scheduler_type=cosine",
-            "warmup_style=cosine",
-            "num_cycles=0.5",
-            "lr_warmup_steps=-1",
-        )
+    *each(
+        LOSS,
+        "use_tv_loss=False policy_loss_mode=vanilla use_task_rewards=False "
+        "distillation_loss_coef=1.0 use_replay_dis=True confidence_tv_target_mix=0.0",
     ),
-    *(f"{ACTOR}optim.{x}" for x in ("total_training_steps=-1", "optimizer=AdamW")),
-    *(
-        f"{ACTOR}fsdp_config.{x}"
-        for x in (
-            "model_dtype=fp32",
-            "param_offload=False",
-            "optimizer_offload=False",
-            "offload_policy=False",
-        )
+    *each(
+        "trainer.",
+        "max_critic_ckpt_to_keep=1 critic_warmup=0 balance_batch=True log_val_generations=10 "
+        "val_only=False default_hdfs_dir=null del_local_ckpt_after_load=False "
+        "use_legacy_worker_impl=auto save_start_step=5000 save_by_test_metric_enabled=False "
+        "save_by_test_metric_key=null save_by_test_metric_threshold=4.65 "
+        "rollout_speed_test_only=True rollout_speed_test_worker_count=14 "
+        "initial_val_worker_count=14 rollout_speed_test_clear_kv_cache=True "
+        "initial_val_clear_kv_cache=null initial_val_repeat_times=2",
     ),
-    *(
-        f"{ACTOR}fsdp_config.{x}"
-        for x in ("fsdp_size=-1", "reshard_after_forward=True", "forward_prefetch=False")
-    ),
-    f"{ACTOR}fsdp_config.ulysses_sequence_parallel_size=1",
-    *(
-        f"{ROLLOUT}{x}"
-        for x in (
-            "name=vllm",
-            "mode=async",
-            "n=1",
-            "tensor_model_parallel_size=1",
-            "data_parallel_size=1",
-        )
-    ),
-    *(
-        f"{ROLLOUT}{x}"
-        for x in (
-            "expert_parallel_size=1",
-            "pipeline_model_parallel_size=1",
-            "n_gpus_per_node=8",
-            "nnodes=0",
-        )
-    ),
-    *(
-        f"{ROLLOUT}{x}"
-        for x in (
-            "load_format=auto",
-            "do_sample=False",
-            "ignore_eos=False",
-            "free_cache_engine=True",
-        )
-    ),
-    *(
-        f"{ROLLOUT}{x}"
-        for x in (
-            "calculate_log_probs=False",
-            "log_prob_micro_batch_size_per_gpu=1",
-            "log_prob_use_dynamic_bsz=True",
-        )
-    ),
-    *(
-        f"{ROLLOUT}{x}"
-        for x in (
-            "disable_log_stats=True",
-            "skip_tokenizer_init=True",
-            "layered_summon=True",
-            "multi_turn.enable=False",
-        )
-    ),
-    *(
-        f"{ROLLOUT}val_kwargs.{x}"
-        for x in ("do_sample=False", "temperature=0.0", "top_k=1", "top_p=1.0", "n=1")
-    ),
-    *(
-        f"{ROLLOUT}{x}"
-        for x in (
-            "agent.agent_loop_config_path=null",
-            "mtp._target_=a.b.C",
-            "mtp.enable=True",
-            "mtp.enable_rollout=True",
-        )
-    ),
-    *(
-        f"{ROLLOUT}engine_kwargs.{x}"
-        for x in (
-            "sglang={tp_size: 1}",
-            "sglang.speculative_algorithm=DFLASH",
-            "sglang.attention_backend=fa3",
-        )
-    ),
-    *(
-        "distillation.enabled=True",
-        "distillation.nnodes=1",
-        f"{TEACHER}key=null",
-        f"{TEACHER}model_path=null",
-    ),
-    *(
-        f"{INFERENCE}{x}"
-        for x in (
-            "name=vllm",
-            "temperature=1.0",
-            "dtype=bfloat16",
-            "enforce_eager=False",
-            "max_model_len=4609",
-        )
-    ),
-    *(
-        f"{INFERENCE}{x}"
-        for x in (
-            "prompt_length=512",
-            "response_length=1",
-            "free_cache_engine=True",
-            "load_format=auto",
-        )
-    ),
-    *(
-        f"{INFERENCE}{x}"
-        for x in (
-            "disable_log_stats=True",
-            "skip_tokenizer_init=False",
-            "tensor_model_parallel_size=1",
-        )
-    ),
-    f"{INFERENCE}engine_kwargs.sglang.random_seed=42",
-    *(
-        f"{LOSS}{x}"
-        for x in (
-            "use_tv_loss=False",
-            "policy_loss_mode=vanilla",
-            "use_task_rewards=False",
-            "distillation_loss_coef=1.0",
-        )
-    ),
-    *(f"{LOSS}{x}" for x in ("use_replay_dis=True", "confidence_tv_target_mix=0.0")),
-    *(
-        f"trainer.{x}"
-        for x in (
-            "max_critic_ckpt_to_keep=1",
-            "critic_warmup=0",
-            "balance_batch=True",
-            "log_val_generations=10",
-        )
-    ),
-    *(
-        f"trainer.{x}"
-        for x in (
-            "val_only=False",
-            "default_hdfs_dir=null",
-            "del_local_ckpt_after_load=False",
-            "use_legacy_worker_impl=auto",
-        )
-    ),
-    *(
-        f"trainer.{x}"
-        for x in (
-            "save_start_step=5000",
-            "save_by_test_metric_enabled=False",
-            "save_by_test_metric_key=null",
-        )
-    ),
-    *(
-        f"trainer.{x}"
-        for x in (
-            "save_by_test_metric_threshold=4.65",
-            "rollout_speed_test_only=True",
-            "rollout_speed_test_worker_count=14",
-        )
-    ),
-    *(
-        f"trainer.{x}"
-        for x in (
-            "initial_val_worker_count=14",
-            "rollout_speed_test_clear_kv_cache=True",
-            "initial_val_clear_kv_cache=null",
-        )
-    ),
-    *(
-        "trainer.initial_val_repeat_times=2",
-        "algorithm.adv_estimator=grpo",
-        "algorithm.use_kl_in_reward=False",
+    *each(
+        "algorithm.",
+        "adv_estimator=grpo use_kl_in_reward=False",
     ),
 ]
 
-REFUSED: list[tuple[str, str]] = [
+UNSUPPORTED: list[tuple[str, str]] = [
     ("data.filter_overlong_prompts=False", "use true, or leave it out"),
     ("data.truncation=left", "prompts are never cut"),
     ("data.custom_cls.path=x.py", "JSONL"),
@@ -447,7 +282,7 @@ REFUSED: list[tuple[str, str]] = [
     (f"{ROLLOUT}mtp.enable=False", "roll out together"),
     (f"{ROLLOUT}mtp.method=mtp", "dflash, eagle3, dspark"),
     (f"{ROLLOUT}mtp.draft_model_path=null", "directory of a draft"),
-    ("distillation.enabled=False", "distillation is all there is"),
+    ("distillation.enabled=False", "distillation is the only mode"),
     ("distillation.teacher_logprob_source=file", "auto, server, composed_main"),
     ("distillation.n_gpus_per_node=two", "a whole number"),
     (f"{INFERENCE}name=sglang", "vLLM"),
@@ -470,397 +305,4 @@ REFUSED: list[tuple[str, str]] = [
     ("reward_model.enable=False", "opd.reward"),
     ("custom_reward_function.path=x.py", "opd.reward"),
     (f"{ACTOR}optim.lr=1e-4,1e-5", "several values"),
-]
-
-TOGETHER: list[tuple[list[str], list[str]]] = [
-    ([f"{LOSS}loss_mode=k3"], ["opd.response_loss=k3", "opd.rejected_loss=k3"]),
-    ([f"{LOSS}loss_mode=kl"], ["opd.response_loss=k1", "opd.rejected_loss=k1"]),
-    (
-        [f"{LOSS}loss_mode=mse", f"{LOSS}rejected_draft_stream_weight=0"],
-        ["opd.response_loss=k2", "opd.rejected_loss=k2", "opd.rejected_stream_weight=0"],
-    ),
-    (
-        [f"{LOSS}reverse_kl_weight=0.0", f"{LOSS}forward_kl_weight=1.0"],
-        ["opd.response_loss=forward_kl", "opd.rejected_loss=forward_kl"],
-    ),
-    (
-        [
-            f"{LOSS}loss_mode=low_var_kl",
-            f"{LOSS}reverse_kl_weight=0",
-            f"{LOSS}forward_kl_weight=1",
-            f"{LOSS}rejected_draft_use_reverse_kl=True",
-        ],
-        ["opd.response_loss=forward_kl", "opd.rejected_loss=k3"],
-    ),
-    (
-        [
-            f"{LOSS}use_tv_loss=True",
-            f"{LOSS}loss_mode=k3",
-            f"{LOSS}rejected_draft_stream_weight=1.0",
-            f"{LOSS}accept_draft_position_decay_enabled=False",
-        ],
-        [
-            "opd.response_loss=e2e_tv",
-            "opd.rejected_stream_weight=0",
-            "opd.response_position_decay=1.0",
-        ],
-    ),
-    (
-        [
-            f"{LOSS}loss_mode=eagle3_native_target_distribution",
-            f"{LOSS}rejected_draft_stream_weight=0.0",
-        ],
-        ["opd.response_loss=full_forward_kl", "opd.rejected_stream_weight=0.0"],
-    ),
-    (
-        [
-            f"{VERL}eagle3_response_loss_mode=native_target_distribution",
-            "opd.rejected_stream_weight=0",
-        ],
-        ["opd.response_loss=full_forward_kl", "opd.rejected_stream_weight=0"],
-    ),
-    (
-        [f"{LOSS}loss_mode=forward_kl_topk", "opd.rejected_stream_weight=0"],
-        ["opd.response_loss=forward_kl_topk", "opd.rejected_stream_weight=0"],
-    ),
-    (
-        [
-            f"{LOSS}rejected_draft_position_decay=0.8",
-            f"{LOSS}accept_draft_position_decay_enabled=True",
-        ],
-        ["opd.rejected_position_decay=0.8", "opd.response_position_decay=0.8"],
-    ),
-    (
-        [
-            f"{LOSS}rejected_draft_position_decay=0.8",
-            f"{LOSS}rejected_draft_position_decay_enabled=False",
-        ],
-        ["opd.rejected_position_decay=1.0"],
-    ),
-    (
-        [f"{VERL}composed_dflash_student=True", f"{ROLLOUT}mtp.method=dspark"],
-        ["draft.family=dspark"],
-    ),
-    (
-        [f"{VERL}composed_dflash_student=True", f"{VERL}composed_eagle3_student=False"],
-        ["draft.family=dflash"],
-    ),
-    (["trainer.n_gpus_per_node=7"], ["trainer.n_student_workers=7", "trainer.nnodes=1"]),
-    (
-        ["trainer.n_gpus_per_node=7", "trainer.nnodes=2"],
-        ["trainer.n_student_workers=14", "trainer.nnodes=2"],
-    ),
-    (["distillation.n_gpus_per_node=2", "distillation.nnodes=2"], ["teacher.replicas=4"]),
-    (["distillation.n_gpus_per_node=0"], []),
-    (
-        [
-            f"distillation.teacher_models.{x}"
-            for x in (
-                "math.key=m/x",
-                "math.model_path=/m",
-                "code.model_path=/c",
-                "teacher_model.model_path=/t",
-            )
-        ]
-        + ["distillation.n_gpus_per_node=4"],
-        ["teacher.models={code: '/c', m/x: '/m'}", "teacher.replicas=2"],
-    ),
-    (
-        ["data.train_batch_size=28", f"{ACTOR}ppo_mini_batch_size=28"],
-        ["data.train_batch_size=28", "trainer.updates_per_step=1"],
-    ),
-    (
-        ["data.train_batch_size=28", f"{ACTOR}ppo_mini_batch_size=7"],
-        ["data.train_batch_size=28", "trainer.updates_per_step=4"],
-    ),
-    (
-        [
-            "data.max_prompt_length=512",
-            "data.max_response_length=4096",
-            f"{ROLLOUT}max_model_len=4609",
-        ],
-        [
-            "data.max_prompt_length=512",
-            "data.max_response_length=4096",
-            "rollout.max_model_len=null",
-        ],
-    ),
-    (
-        [
-            "data.max_prompt_length=512",
-            "data.max_response_length=4096",
-            f"{ROLLOUT}max_model_len=5000",
-        ],
-        [
-            "data.max_prompt_length=512",
-            "data.max_response_length=4096",
-            "rollout.max_model_len=5000",
-        ],
-    ),
-]
-
-CONFLICTS: list[tuple[list[str], list[str]]] = [
-    ([f"{MODEL}path=/a", "target.path=/b"], [f"{MODEL}path=/a", "target.path=/b"]),
-    (
-        [f"++{VERL}dflash_draft_model_path=/a", f"++{ROLLOUT}mtp.draft_model_path=/b"],
-        ["dflash_draft_model_path=/a", "mtp.draft_model_path=/b"],
-    ),
-    (
-        ["trainer.n_student_workers=8", "trainer.n_gpus_per_node=7"],
-        ["trainer.n_student_workers=8", "trainer.n_gpus_per_node=7"],
-    ),
-    (["optim.lr=1e-4", f"{ACTOR}optim.lr=1e-5"], ["optim.lr=1e-4", "optim.lr=1e-5"]),
-    (
-        [f"{LOSS}clip_ratio_low=0.1", f"{LOSS}clip_ratio_high=0.3"],
-        ["clip_ratio_low=0.1", "clip_ratio_high=0.3"],
-    ),
-    ([f"{LOSS}loss_mode=k3", "opd.response_loss=k2"], ["opd.response_loss=k2", "loss_mode=k3"]),
-    (
-        [f"{LOSS}use_tv_loss=True", "opd.rejected_stream_weight=1"],
-        ["use_tv_loss=True", "opd.rejected_stream_weight=1"],
-    ),
-    (
-        [f"{VERL}composed_eagle3_student=True", f"{ROLLOUT}mtp.method=dflash"],
-        ["dflash and eagle3", "use draft.family"],
-    ),
-    (
-        [
-            f"{LOSS}loss_mode=eagle3_native_target_distribution",
-            f"{VERL}eagle3_response_loss_mode=scalar_k3",
-            "opd.rejected_stream_weight=0",
-        ],
-        ["loss_mode=eagle3_native", "scalar_k3"],
-    ),
-    (
-        [
-            "distillation.n_gpus_per_node=3",
-            "distillation.teacher_models.a.model_path=/a",
-            "distillation.teacher_models.b.model_path=/b",
-        ],
-        ["3 devices", "2 teachers", "teacher.replicas"],
-    ),
-    (
-        [
-            f"{LOSS}loss_mode=k3",
-            f"{VERL}eagle3_response_loss_mode=native_target_distribution",
-            "opd.rejected_stream_weight=0",
-        ],
-        ["loss_mode=k3", "native_target_distribution", "keep one"],
-    ),
-    (["distillation.n_gpus_per_node=3", f"{TEACHER}num_replicas=2"], ["3 devices", "[2]"]),
-    (
-        [
-            f"distillation.teacher_models.{x}"
-            for x in ("a.model_path=/a", "b.model_path=/b", "a.key=k", "b.key=k")
-        ],
-        ["teacher_models.b.key=k", "differ"],
-    ),
-    (
-        ["data.train_batch_size=28", f"{ACTOR}ppo_mini_batch_size=10"],
-        ["ppo_mini_batch_size=10", "data.train_batch_size=28"],
-    ),
-    (
-        [
-            "data.train_batch_size=28",
-            f"{ACTOR}ppo_mini_batch_size=7",
-            "trainer.update_accumulation_steps=10",
-        ],
-        ["ppo_mini_batch_size=7", "trainer.update_accumulation_steps=10"],
-    ),
-]
-
-# The keys of Draft-OPD's launchers, with the values of the one for vLLM on NPUs.
-LAUNCHER = [
-    *(
-        "data.train_files=['/data/mixed_user_prompt.jsonl']",
-        "data.val_files=['/data/aime24.jsonl','/data/gsm8k_128_user_prompt.jsonl']",
-    ),
-    *(
-        "data.max_prompt_length=512",
-        "data.max_response_length=4096",
-        "data.train_batch_size=28",
-        "data.filter_overlong_prompts=True",
-    ),
-    *(
-        "data.truncation='error'",
-        "data.shuffle=True",
-        "data.seed=42",
-        "+data.apply_chat_template_kwargs.enable_thinking=False",
-    ),
-    *("algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=False"),
-    *(
-        f"{MODEL}{x}"
-        for x in (
-            "path=Qwen/Qwen3-4B",
-            "trust_remote_code=True",
-            "enable_gradient_checkpointing=True",
-            "use_remove_padding=True",
-        )
-    ),
-    *(
-        f"+{VERL}{x}"
-        for x in (
-            "composed_dflash_student=True",
-            "dflash_main_model_path=Qwen/Qwen3-4B",
-            "dflash_draft_model_path=/draft",
-        )
-    ),
-    *(
-        f"++{VERL}{x}"
-        for x in (
-            "dflash_attention_impl=sdpa",
-            "dflash_lm_head_chunk_size=512",
-            "dflash_response_anchor_stride=1",
-        )
-    ),
-    *(
-        f"++{VERL}{x}"
-        for x in ("dflash_max_response_anchors=186", "dflash_random_response_anchor_enabled=False")
-    ),
-    f"++{VERL}dflash_random_response_anchor_seed=42",
-    *(
-        "distillation.enabled=True",
-        "distillation.n_gpus_per_node=2",
-        "distillation.nnodes=1",
-        f"{TEACHER}model_path=Qwen/Qwen3-4B",
-    ),
-    *(
-        f"{INFERENCE}{x}"
-        for x in (
-            "tensor_model_parallel_size=1",
-            "name=vllm",
-            "temperature=1.0",
-            "gpu_memory_utilization=0.2",
-        )
-    ),
-    *(
-        f"{INFERENCE}{x}"
-        for x in (
-            "enforce_eager=False",
-            "max_model_len=4609",
-            "max_num_batched_tokens=4609",
-            "max_num_seqs=256",
-        )
-    ),
-    *(
-        f"{LOSS}{x}"
-        for x in (
-            "loss_mode=k3",
-            "topk=1",
-            "use_task_rewards=False",
-            "use_policy_gradient=False",
-            "reverse_kl_weight=0.0",
-        )
-    ),
-    *(
-        f"{LOSS}{x}"
-        for x in (
-            "forward_kl_weight=1.0",
-            "rejected_draft_use_reverse_kl=True",
-            "response_stream_weight=1.0",
-        )
-    ),
-    *(
-        f"{LOSS}{x}"
-        for x in (
-            "rejected_draft_stream_weight=1.0",
-            "rejected_draft_position_decay_enabled=True",
-            "rejected_draft_position_decay=0.8",
-        )
-    ),
-    *(f"{LOSS}{x}" for x in ("loss_max_clamp=10.0", "log_prob_min_clamp=-10.0")),
-    *(
-        f"{ACTOR}{x}"
-        for x in (
-            "optim.lr=3e-4",
-            "optim.lr_scheduler_type=cosine",
-            "optim.lr_warmup_steps_ratio=0.05",
-            "data_loader_seed=42",
-        )
-    ),
-    *(
-        f"{ACTOR}{x}"
-        for x in (
-            "ppo_mini_batch_size=28",
-            "ppo_micro_batch_size_per_gpu=1",
-            "ppo_max_token_len_per_gpu=4608",
-        )
-    ),
-    *(
-        f"{ACTOR}{x}"
-        for x in (
-            "use_dynamic_bsz=True",
-            "fsdp_config.param_offload=False",
-            "fsdp_config.seed=42",
-            "use_kl_loss=False",
-        )
-    ),
-    *(
-        f"{ROLLOUT}{x}"
-        for x in (
-            "name=vllm",
-            "n=1",
-            "tensor_model_parallel_size=1",
-            "temperature=0.0",
-            "load_format=auto",
-        )
-    ),
-    *(
-        f"{ROLLOUT}{x}"
-        for x in (
-            "calculate_log_probs=False",
-            "max_model_len=4609",
-            "max_num_batched_tokens=4609",
-            "max_num_seqs=256",
-        )
-    ),
-    *(
-        f"{ROLLOUT}{x}"
-        for x in (
-            "gpu_memory_utilization=0.4",
-            "free_cache_engine=True",
-            "enforce_eager=False",
-            "agent.num_workers=14",
-        )
-    ),
-    *(
-        f"{ROLLOUT}val_kwargs.{x}"
-        for x in ("do_sample=False", "temperature=0.0", "top_k=1", "top_p=1.0", "n=1")
-    ),
-    *(
-        f"++{ROLLOUT}mtp.{x}"
-        for x in ("_target_=a.b.MtpConfig", "enable=True", "enable_rollout=True", "method=dflash")
-    ),
-    *(f"++{ROLLOUT}mtp.{x}" for x in ("num_speculative_tokens=7", "draft_model_path=/draft")),
-    f'++{ROLLOUT}engine_kwargs.vllm.compilation_config={{"cudagraph_mode": "PIECEWISE", '
-    f'"cudagraph_capture_sizes": [8,16,32,64]}}',
-    f"+{ROLLOUT}engine_kwargs.sglang.speculative_algorithm=DFLASH",
-    *(
-        'trainer.logger=["console","wandb"]',
-        "trainer.project_name=draft-opd",
-        "trainer.experiment_name=vllm-npu",
-        "trainer.default_local_dir=/ckpt",
-    ),
-    *(
-        "trainer.n_gpus_per_node=14",
-        "trainer.nnodes=1",
-        "trainer.update_accumulation_steps=10",
-        "trainer.save_freq=500",
-    ),
-    *(
-        "trainer.save_start_step=5000",
-        "trainer.test_freq=250",
-        "trainer.rollout_speed_test_only=True",
-        "trainer.total_epochs=8",
-    ),
-    *(
-        "trainer.rollout_speed_test_max_samples_per_benchmark=28",
-        "trainer.rollout_speed_test_worker_count=14",
-        "trainer.resume_mode=disable",
-    ),
-    *(
-        "trainer.rollout_speed_test_clear_kv_cache=True",
-        "trainer.val_before_train=True",
-        "trainer.log_val_generations=10",
-    ),
 ]

@@ -32,6 +32,7 @@ from tests.golden import cases
 from tests.golden.cases import Case, Event, Text
 from verl_opd.cli import main
 from verl_opd.compat import aliases
+from verl_opd.compat.translate import translate
 from verl_opd.config.recipes import recipe_names
 from verl_opd.config.schema import Config
 from verl_opd.controller import fleet as fleet_module
@@ -380,7 +381,7 @@ def undocumented(names: Sequence[str]) -> list[str]:
 def translated(lines: Sequence[str]) -> dict[str, Any]:
     """What becomes of override lines: refused, dropped, or other lines."""
     try:
-        found, _ = aliases.translate(list(lines))
+        found, _ = translate(list(lines))
     except ConfigError:
         return {"outcome": "refused", "lines": []}
     return {"outcome": "translated" if found else "dropped", "lines": found}

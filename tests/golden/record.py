@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests import alias_rows
+from tests import alias_combinations, alias_rows
 from tests.golden import build, cases
 
 HERE = Path(__file__).parent
@@ -25,10 +25,10 @@ def alias_outcomes() -> list[dict[str, Any]]:
     """Every row of tests/alias_rows.py with what becomes of it."""
     given = [[old] for old, _ in alias_rows.RENAMED]
     given += [[old] for old in alias_rows.DROPPED]
-    given += [[old] for old, _ in alias_rows.REFUSED]
-    given += [list(old) for old, _ in alias_rows.TOGETHER]
-    given += [list(old) for old, _ in alias_rows.CONFLICTS]
-    given.append(list(alias_rows.LAUNCHER))
+    given += [[old] for old, _ in alias_rows.UNSUPPORTED]
+    given += [list(old) for old, _ in alias_combinations.TOGETHER]
+    given += [list(old) for old, _ in alias_combinations.CONFLICTS]
+    given.append(list(alias_combinations.LAUNCHER))
     return [{"given": lines, **build.translated(lines)} for lines in given]
 
 

@@ -64,11 +64,28 @@ def test_export(monkeypatch: pytest.MonkeyPatch) -> None:
         serve_line=lambda checkpoint, draft, reader: f"vllm serve {draft}",
     )
     assert main(["export", "runs/x/checkpoints/step_1", "--out", "draft", "--force"]) == 0
-    assert main(["export", "runs/x", "--out", "draft", "--reader", "sglang"]) == 0
+    assert main(["export", "runs/x", "--out", "draft", "--format", "sglang"]) == 0
+    assert main(["export", "runs/x", "--out", "draft", "--reader", "speculators"]) == 0
     assert calls == [
         (Path("runs/x/checkpoints/step_1"), Path("draft"), True, "vllm"),
         (Path("runs/x"), Path("draft"), False, "sglang"),
+        (Path("runs/x"), Path("draft"), False, "speculators"),
     ]
+
+
+def test_prepare(monkeypatch: pytest.MonkeyPatch) -> None:
+    _replace_module(monkeypatch, "verl_opd.commands.prepare", main=lambda: 7)
+    assert main(["prepare"]) == 7
+
+
+def test_former_names_are_read_with_a_notice(
+    recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", recipe, "--cfg", "job", "warmup.lr=1", "trainer.warmup_steps=3"]) == 0
+    out, err = capsys.readouterr()
+    assert err == "  warmup.lr=1            -> sft.lr=1\n  trainer.warmup_steps=3 -> sft.steps=3\n"
+    assert yaml.safe_load(out)["sft"]["lr"] == 1.0
+    assert yaml.safe_load(out)["sft"]["steps"] == 3
 
 
 @pytest.mark.parametrize(
@@ -126,6 +143,8 @@ def test_interrupt(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
         ["train", "quickstart", "--cgf", "job"],
         ["export", "x"],
         ["export", "x", "y", "--out", "z"],
+        ["export", "x", "--out", "z", "--format", "gguf"],
+        ["prepare", "x"],
     ],
 )
 def test_wrong_usage(arguments: list[str]) -> None:

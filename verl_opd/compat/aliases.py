@@ -1,92 +1,70 @@
-"""Command lines written for verl and Draft-OPD: one table of their keys, and the step that turns
-such override lines into ours.
+"""The alias table: names of verl and Draft-OPD, and former names of this package, in our keys.
 
-Recipes know nothing of this: there the schema alone counts.
+Only override lines are translated (translate.py). In recipes the schema alone counts.
 """
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from verl_opd.compat import values
-from verl_opd.compat.values import UNREADABLE, Given, parsed, quoted
-from verl_opd.config.keys import is_known, keys_of
-from verl_opd.errors import ConfigError
+from verl_opd.compat.values import Given
+from verl_opd.config.keys import keys_of
 
 
 @dataclass(frozen=True)
 class To:
-    """Another name for `new` (its `*` is what the old `*` matched). value: old value -> new text,
-    None = the text stays as it is; ValueError says what it must be. A dict lists all values there
-    are.
-    """
+    """Another name for one of our keys."""
 
-    new: str
+    new: str  # our key; its `*` is what the `*` of the old key matched
+    # old value -> new text. A function returns None to keep the text and raises ValueError with
+    # what the value must be. A dict lists all values there are. None keeps every text.
     value: Callable[[Any], str | None] | dict[str, str] | None = None
     note: str = ""
 
 
 @dataclass(frozen=True)
 class Drop:
-    """Accepted without effect when the value is in `only` (empty: whatever it is), because that is
-    how things are here; other values are refused.
-    """
+    """Accepted without effect, because this package always works that way."""
 
     why: str
-    only: tuple[Any, ...] = ()
+    only: tuple[Any, ...] = ()  # accepted values, all others are unsupported; empty = every value
 
 
 @dataclass(frozen=True)
-class Refuse:
-    """No such thing here."""
+class Unsupported:
+    """Has no counterpart here."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class With:
-    """Decides `news` together with other lines: `resolve` reads all of them and gives new keys with
-    their texts.
-    """
+    """Decides our keys together with other lines."""
 
-    news: tuple[str, ...]
-    resolve: Callable[[Given], dict[str, str]]
+    news: tuple[str, ...]  # our keys
+    resolve: Callable[[Given], dict[str, str]]  # every line given -> our keys with their texts
     note: str
 
 
-Row = To | Drop | Refuse | With
-
-
-@dataclass(frozen=True)
-class Translation:
-    """What became of one line: the lines it turned into (none: dropped), and why."""
-
-    old: str
-    new: tuple[str, ...]
-    reason: str
-
-
-# --- the table ---
+AliasRow = To | Drop | Unsupported | With
 
 _OF_LOSS = With(
     ("opd.response_loss", "opd.rejected_loss"),
     values.losses,
-    "weights 1 and 0: the estimator; 0 and 1: forward_kl; mixtures are refused",
+    "weights 1 and 0: the estimator; 0 and 1: forward_kl; mixtures are unsupported",
 )
 _OF_FAMILY = With(
     ("draft.family",),
     values.family,
-    "a composed DFlash student may be dspark, where another line says so",
+    "a composed DFlash student is dspark where another line names it",
 )
 _OF_TEACHERS = With(
     ("teacher.replicas",), values.teachers, "devices of the pool, shared equally by the teachers"
 )
-_RUN_ANYHOW = "changes how a step runs, not what comes out; see the compute section"
+_HOW_A_STEP_RUNS = "changes how a step runs, not its result; see the compute section"
 _SEEDED = "drawn from trainer.seed"
 _SGLANG = "settings of SGLang; the engine is vLLM, whose settings are rollout.engine_kwargs"
 _ONE_DEVICE = "every server runs on one device"
@@ -94,10 +72,9 @@ _NO_REWARDS = (
     "no advantages, critics or reward models: the losses are in the opd section, a reward function "
     "is opd.reward"
 )
-_NO_OLD = "no pass for old log-probs"
 _OFFLOAD = "nothing is offloaded: only the draft is trained"
 
-SECTIONS: dict[str, dict[str, Row]] = {
+SECTIONS: dict[str, dict[str, AliasRow]] = {
     "data": {
         "train_files": To("data.train_files", values.files, "a list inside a string is read"),
         "val_files": To(
@@ -114,7 +91,7 @@ SECTIONS: dict[str, dict[str, Row]] = {
         "val_batch_size": Drop("held-out prompts are all sent at once"),
         "dataloader_num_workers": Drop("prompts are read once, before the run"),
         "reward_fn_key": Drop("rows are told apart by teacher.key"),
-        "custom_cls.*": Refuse("prompts are JSONL rows, as README.md describes"),
+        "custom_cls.*": Unsupported("prompts are JSONL rows, as README.md describes"),
     },
     "actor_rollout_ref": {
         "hybrid_engine": Drop("engines and trainer share their devices", (True,)),
@@ -128,12 +105,12 @@ SECTIONS: dict[str, dict[str, Row]] = {
         "trust_remote_code": To("target.trust_remote_code"),
         "enable_gradient_checkpointing": To("compute.gradient_checkpointing", values.flag),
         "enable_activation_offload": Drop(_OFFLOAD, (False,)),
-        "use_remove_padding": Drop(_RUN_ANYHOW),
-        "use_fused_kernels": Drop(_RUN_ANYHOW),
-        "use_shm": Drop("models are read where they lie"),
+        "use_remove_padding": Drop(_HOW_A_STEP_RUNS),
+        "use_fused_kernels": Drop(_HOW_A_STEP_RUNS),
+        "use_shm": Drop("models are read from their own directory"),
         "lora_rank": Drop("all of the draft is trained", (0,)),
-        "external_lib": Refuse("draft families are folders of verl_opd/drafts"),
-        "tokenizer_path": Refuse("the tokenizer is the target's"),
+        "external_lib": Unsupported("draft families are folders of verl_opd/drafts"),
+        "tokenizer_path": Unsupported("the tokenizer is the target's"),
     },
     "actor_rollout_ref.model.override_config": {
         "verl_composed_dflash_student": _OF_FAMILY,
@@ -179,7 +156,7 @@ SECTIONS: dict[str, dict[str, Row]] = {
         "strategy": Drop("the draft is sharded with FSDP2", ("fsdp2", "fsdp")),
         "ppo_mini_batch_size": With(
             ("trainer.updates_per_step",),
-            values.mini_batches,
+            values.updates_per_step,
             "data.train_batch_size divided by it",
         ),
         "ppo_epochs": To("trainer.update_epochs"),
@@ -193,7 +170,7 @@ SECTIONS: dict[str, dict[str, Row]] = {
             "micro-batches are filled by tokens: compute.max_tokens_per_micro_batch"
         ),
         "use_dynamic_bsz": Drop("micro-batches are filled by tokens, with the same result"),
-        "use_torch_compile": Drop(_RUN_ANYHOW),
+        "use_torch_compile": Drop(_HOW_A_STEP_RUNS),
         "data_loader_seed": To("trainer.seed"),
         "grad_clip": To("optim.grad_clip"),
         "entropy_coeff": Drop("no entropy bonus", (0,)),
@@ -214,7 +191,9 @@ SECTIONS: dict[str, dict[str, Row]] = {
         "optim.lr_scheduler_type": Drop("cosine with linear warm-up", ("cosine",)),
         "optim.warmup_style": Drop("cosine with linear warm-up", ("cosine",)),
         "optim.num_cycles": Drop("half a cosine", (0.5, None)),
-        "optim.lr_warmup_steps": Drop("warm-up is a share: optim.lr_warmup_ratio", (-1, None)),
+        "optim.lr_warmup_steps": Drop(
+            "warm-up is a share of all steps: optim.lr_warmup_ratio", (-1, None)
+        ),
         "optim.total_training_steps": Drop("follows from the length of the run", (-1, None)),
         "optim.optimizer": Drop("AdamW", ("AdamW",)),
         "fsdp_config.seed": To("trainer.seed"),
@@ -228,15 +207,15 @@ SECTIONS: dict[str, dict[str, Row]] = {
         "fsdp_config.optimizer_offload": Drop(_OFFLOAD, (False,)),
         "fsdp_config.offload_policy": Drop(_OFFLOAD, (False,)),
         "fsdp_config.fsdp_size": Drop("shards over all student workers", (-1,)),
-        "fsdp_config.reshard_after_forward": Drop(_RUN_ANYHOW),
-        "fsdp_config.forward_prefetch": Drop(_RUN_ANYHOW),
+        "fsdp_config.reshard_after_forward": Drop(_HOW_A_STEP_RUNS),
+        "fsdp_config.forward_prefetch": Drop(_HOW_A_STEP_RUNS),
         "fsdp_config.ulysses_sequence_parallel_size": Drop("sequences are not split", (1,)),
     },
     "actor_rollout_ref.rollout": {
         "name": Drop("the engine is vLLM", ("vllm",)),
         "mode": Drop("requests are asynchronous", ("async",)),
         "n": Drop(
-            "a prompt is rolled out once a step; trainer.update_epochs and trainer.total_epochs "
+            "a prompt is rolled out once per step; trainer.update_epochs and trainer.total_epochs "
             "use it more often",
             (1,),
         ),
@@ -274,18 +253,18 @@ SECTIONS: dict[str, dict[str, Row]] = {
         "enforce_eager": To("rollout.enforce_eager"),
         "free_cache_engine": Drop("engines sleep while the draft is trained", (True,)),
         "calculate_log_probs": Drop(
-            "a rollout records what the target gave its refused tokens, nothing else", (False,)
+            "a rollout records the target's log-probs of rejected tokens, nothing else", (False,)
         ),
-        "log_prob_*": Drop(_NO_OLD),
+        "log_prob_*": Drop("old log-probs are not computed"),
         "disable_log_stats": Drop("metrics come from the engine's statistics"),
-        "skip_tokenizer_init": Drop("engines read token ids and answer text too"),
+        "skip_tokenizer_init": Drop("engines take token ids and return text too"),
         "layered_summon": Drop("only the draft is pushed"),
         "val_kwargs.do_sample": Drop("validation is greedy", (False,)),
         "val_kwargs.temperature": Drop("validation is greedy", (0,)),
         "val_kwargs.top_k": Drop("validation is greedy"),
         "val_kwargs.top_p": Drop("validation is greedy"),
         "val_kwargs.n": Drop("a held-out prompt is answered once", (1,)),
-        "multi_turn.enable": Drop("one turn a prompt, rollout.agent.loop", (False,)),
+        "multi_turn.enable": Drop("one turn per prompt: rollout.agent.loop", (False,)),
         "agent.num_workers": To("rollout.agent.num_workers"),
         "agent.default_agent_loop": To("rollout.agent.loop", {"single_turn_agent": "single_turn"}),
         "agent.agent_loop_config_path": Drop(
@@ -303,7 +282,7 @@ SECTIONS: dict[str, dict[str, Row]] = {
         "engine_kwargs.sglang.*": Drop(_SGLANG),
     },
     "distillation": {
-        "enabled": Drop("distillation is all there is", (True,)),
+        "enabled": Drop("distillation is the only mode", (True,)),
         "teacher_logprob_source": To("teacher.source", values.SOURCES, "composed_main: composed"),
         "teacher_key": To("teacher.key"),
         "n_gpus_per_node": _OF_TEACHERS,
@@ -347,9 +326,7 @@ SECTIONS: dict[str, dict[str, Row]] = {
         "teacher_models.*.inference.load_format": Drop(
             "teachers are read from their files", ("auto", "safetensors")
         ),
-        "teacher_models.*.inference.disable_log_stats": Drop(
-            "teachers keep no statistics that are read"
-        ),
+        "teacher_models.*.inference.disable_log_stats": Drop("statistics of teachers are not used"),
         "teacher_models.*.inference.skip_tokenizer_init": Drop("teachers read token ids"),
         "teacher_models.*.inference.*_parallel_size": Drop(_ONE_DEVICE, (1,)),
     },
@@ -363,7 +340,7 @@ SECTIONS: dict[str, dict[str, Row]] = {
         "use_tv_loss": With(
             ("opd.response_loss", "opd.rejected_stream_weight", "opd.response_position_decay"),
             values.losses,
-            "true: e2e_tv, which scores refused proposals with their blocks",
+            "true: e2e_tv, which scores rejected proposals with their blocks",
         ),
         "rejected_draft_stream_weight": With(
             ("opd.rejected_stream_weight",), values.losses, "0 with use_tv_loss"
@@ -414,12 +391,12 @@ SECTIONS: dict[str, dict[str, Row]] = {
         "max_actor_ckpt_to_keep": To("trainer.keep_last"),
         "max_critic_ckpt_to_keep": Drop("no critic"),
         "critic_warmup": Drop("no critic", (0,)),
-        "balance_batch": Drop(_RUN_ANYHOW),
-        "log_val_generations": Drop("logs/samples.log shows a response a step"),
+        "balance_batch": Drop(_HOW_A_STEP_RUNS),
+        "log_val_generations": Drop("logs/samples.log shows one response per step"),
         "val_only": Drop("`verl-opd eval` measures without training", (False,)),
         "default_hdfs_dir": Drop("checkpoints stay in trainer.run_dir", (None,)),
         "del_local_ckpt_after_load": Drop("trainer.keep_last decides", (False,)),
-        "use_legacy_worker_impl": Drop("one trainer"),
+        "use_legacy_worker_impl": Drop("there is one trainer implementation"),
         "save_start_step": Drop(
             "checkpoints are written from the start, and trainer.keep_last of them stay"
         ),
@@ -440,11 +417,11 @@ SECTIONS: dict[str, dict[str, Row]] = {
     "algorithm": {
         "adv_estimator": Drop("no advantages are estimated", ("grpo",)),
         "use_kl_in_reward": Drop("no rewards", (False,)),
-        "*": Refuse(_NO_REWARDS),
+        "*": Unsupported(_NO_REWARDS),
     },
-    "critic": {"*": Refuse(_NO_REWARDS)},
-    "reward_model": {"*": Refuse(_NO_REWARDS)},
-    "custom_reward_function": {"*": Refuse(_NO_REWARDS)},
+    "critic": {"*": Unsupported(_NO_REWARDS)},
+    "reward_model": {"*": Unsupported(_NO_REWARDS)},
+    "custom_reward_function": {"*": Unsupported(_NO_REWARDS)},
     "ray_kwargs.ray_init": {
         "num_cpus": To("ray.num_cpus"),
         "runtime_env.*": To("ray.runtime_env.*"),
@@ -452,167 +429,6 @@ SECTIONS: dict[str, dict[str, Row]] = {
     "warmup": {name: To(f"sft.{name}") for name in keys_of("sft") if name != "steps"},
     "training": {name: To(f"compute.{name}") for name in keys_of("compute")},
 }
-TABLE: dict[str, Row] = {
+TABLE: dict[str, AliasRow] = {
     f"{section}.{name}": row for section, rows in SECTIONS.items() for name, row in rows.items()
 }
-
-
-# --- translation ---
-
-
-def translate(overrides: list[str]) -> tuple[list[str], list[Translation]]:
-    """The override lines in our keys, and what became of each line that was not. Lines with keys
-    that are ours, or nobody's, pass unchanged.
-
-    Of several lines with one old key the last one counts, as in Hydra. ConfigError for a value that
-    cannot be had here, and for two spellings of a key that disagree.
-    """
-    lines = [_Line.of(text) for text in overrides]
-    counting = {line.key: line for line in lines}
-    given = {key: line.value for key, line in counting.items() if line.value is not UNREADABLE}
-    news = {key: _new_lines(line, given) for key, line in counting.items() if line.row is not None}
-    _check_agreement(counting, news)
-    translated, said = list[str](), list[Translation]()
-    written = {key for key, line in counting.items() if line.row is None}
-    for line in lines:
-        if line.row is None:
-            translated.append(line.text)
-        elif counting[line.key] is line:
-            new = news[line.key]
-            translated += [f"{key}={text}" for key, text in new.items() if key not in written]
-            written |= set(new)
-            said.append(
-                Translation(
-                    line.text,
-                    tuple(f"{key}={text}" for key, text in new.items()),
-                    _reason(line.row, new),
-                )
-            )
-    return translated, said
-
-
-@dataclass(frozen=True)
-class _Line:
-    """An override line; row is None where it passes unchanged."""
-
-    text: str
-    key: str = ""
-    raw: str = ""
-    value: Any = None
-    row: Row | None = None
-    tail: str = ""
-
-    @staticmethod
-    def of(text: str) -> _Line:
-        match = re.fullmatch(r"\+{0,2}([^+~=][^=]*)=(.*)", text, re.DOTALL)
-        if not match:
-            return _Line(text)
-        key, raw = match[1], match[2]
-        row, tail = _find(key)
-        if row is None and not is_known(key):
-            return _Line(text)
-        value = parsed(key, raw)
-        if value is UNREADABLE and isinstance(row, To) and row.new.endswith("*") and _is_json(raw):
-            raw = quoted(raw)
-            value = parsed(key, raw)
-        line = _Line(text, key, raw, value, row, tail)
-        unchanged = value is UNREADABLE or (
-            isinstance(row, To) and row.new == key and _new_text(line, row) == raw
-        )
-        return _Line(text, key, raw, value) if unchanged else line
-
-
-def _is_json(raw: str) -> bool:
-    try:
-        return isinstance(json.loads(raw), dict | list)
-    except ValueError:
-        return False
-
-
-@cache
-def _patterns() -> list[tuple[re.Pattern[str], Row]]:
-    """Rows whose key holds a `*`: one part of a key, at the end any number of them."""
-    starred = [(key, row) for key, row in TABLE.items() if "*" in key]
-    return [
-        (re.compile(re.sub(r"\\\*$", "(.+)", re.escape(key)).replace(r"\*", "([^.]+)")), row)
-        for key, row in starred
-    ]
-
-
-def _find(key: str) -> tuple[Row | None, str]:
-    """The row of `key`, and what its last `*` stands for."""
-    if key in TABLE:
-        return TABLE[key], ""
-    matches = ((pattern.fullmatch(key), row) for pattern, row in _patterns())
-    return next(((row, match[match.lastindex or 0]) for match, row in matches if match), (None, ""))
-
-
-def _new_lines(line: _Line, given: Given) -> dict[str, str]:
-    """New keys and their texts; empty when the line is dropped."""
-    row, shown = line.row, f"{line.key}={line.raw}"
-    if isinstance(row, Refuse):
-        raise ConfigError(f"{shown} has no meaning here ({row.why}): leave it out")
-    if isinstance(row, Drop):
-        if row.only and line.value not in row.only:
-            raise ConfigError(
-                f"{shown} cannot be had ({row.why}): use {' or '.join(map(in_words, row.only))}, "
-                "or leave it out"
-            )
-        return {}
-    if isinstance(row, With):
-        resolved = row.resolve(given)
-        return {key: resolved[key] for key in row.news if key in resolved}
-    assert isinstance(row, To)
-    return {row.new.replace("*", line.tail): _new_text(line, row)}
-
-
-def _new_text(line: _Line, row: To) -> str:
-    if isinstance(row.value, dict):
-        if str(line.value) not in row.value:
-            raise ConfigError(f"{line.key}={line.raw} is not one of {', '.join(row.value)}")
-        return row.value[str(line.value)]
-    try:
-        text = row.value(line.value) if row.value else None
-    except ValueError as error:
-        raise ConfigError(f"{line.key}={line.raw} must be {error}") from error
-    return line.raw if text is None else text
-
-
-def _check_agreement(counting: Mapping[str, _Line], news: Mapping[str, Mapping[str, str]]) -> None:
-    """ConfigError when two lines give one of our keys different values."""
-    claims = {key: line for key, line in counting.items() if line.row is None}
-    for old, new in news.items():
-        for key, raw in new.items():
-            line = _Line(counting[old].text, key, raw, parsed(key, raw))
-            other = claims.setdefault(key, line)
-            if line.value != other.value:
-                raise ConfigError(
-                    f"{other.text} and {line.text} both decide {key}, as {in_words(other.value)} "
-                    f"and {in_words(line.value)}: keep one"
-                )
-
-
-def _reason(row: Row, new: Mapping[str, str]) -> str:
-    if isinstance(row, Drop):
-        return row.why
-    note = row.note if isinstance(row, To | With) else ""
-    return note if new or not note else f"decides nothing beside the other lines ({note})"
-
-
-def in_words(value: Any) -> str:
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-# --- what people read ---
-
-
-def table(translations: list[Translation]) -> str:
-    """`old -> new`, a line each, aligned up to a width; empty for none."""
-    width = min(88, max((len(entry.old) for entry in translations), default=0))
-    rows = (
-        f"  {entry.old:<{width}} -> {'  '.join(entry.new) or f'dropped: {entry.reason}'}"
-        for entry in translations
-    )
-    return "".join(f"{row}\n" for row in rows)

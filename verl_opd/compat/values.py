@@ -1,5 +1,5 @@
-"""What values of verl's and Draft-OPD's keys mean in ours: one by one, and for keys that together
-decide one of ours.
+"""Values of old keys in terms of ours: key by key, and for several keys that together decide one of
+ours.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from hydra.errors import HydraException
 
 from verl_opd.errors import ConfigError
 
-Given = Mapping[
-    str, Any
-]  # every key of the command line, theirs and ours, with the value of its last line
+# every key of the command line, old ones and ours, with the value of its last line
+Given = Mapping[str, Any]
 
 UNREADABLE = object()
 
@@ -130,7 +129,7 @@ def one_less(value: Any) -> str:
 
 def a_path(value: Any) -> None:
     if value is None:
-        raise ValueError("the directory of a draft: one inside the target is not trained here")
+        raise ValueError("the directory of a draft: drafts inside the target are not trained here")
 
 
 DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
@@ -178,7 +177,7 @@ def family(given: Given) -> dict[str, str]:
     if len(wanted) > 1:
         raise ConfigError(
             f"{_MTP}method={method}, {_OVERRIDE}dflash_draft_variant={variant} and the composed "
-            f"student ask for {' and '.join(sorted(wanted))}: "
+            f"student select {' and '.join(sorted(wanted))}: "
             "use draft.family"
         )
     return {"draft.family": wanted.pop()} if wanted else {}
@@ -220,7 +219,7 @@ def teachers(given: Given) -> dict[str, str]:
 
 
 def _replicas(given: Given, entries: Mapping[str, Given]) -> int:
-    """Servers a teacher; 0 when no line says."""
+    """Servers per teacher; 0 when no line gives a number."""
     pool = _whole(given, "distillation.n_gpus_per_node", 0) * max(
         1, _whole(given, "distillation.nnodes", 1)
     )
@@ -231,7 +230,7 @@ def _replicas(given: Given, entries: Mapping[str, Given]) -> int:
         raise ConfigError(
             f"distillation.n_gpus_per_node: {pool} devices, {max(1, len(entries))} teachers, "
             f"num_replicas {sorted(counts)}: every teacher has the "
-            "same number of servers, a device each; use teacher.replicas"
+            "same number of servers, one device each; use teacher.replicas"
         )
     return sum(counts)
 
@@ -252,7 +251,7 @@ def losses(given: Given) -> dict[str, str]:
     if mode in _DISTRIBUTIONS:
         if given.get(weight, given.get("opd.rejected_stream_weight")) != 0:
             raise ConfigError(
-                f"{_LOSS}loss_mode={mode} scores no refused tokens: add "
+                f"{_LOSS}loss_mode={mode} does not score rejected tokens: add "
                 "opd.rejected_stream_weight=0"
             )
         return {"opd.response_loss": _DISTRIBUTIONS[mode], **result}
@@ -321,14 +320,14 @@ def decays(given: Given) -> dict[str, str]:
     return result
 
 
-def mini_batches(given: Given) -> dict[str, str]:
+def updates_per_step(given: Given) -> dict[str, str]:
     key = "actor_rollout_ref.actor.ppo_mini_batch_size"
     mini, batch = _whole(given, key, 0), _whole(given, "data.train_batch_size", 0)
     steps = _whole(given, "trainer.update_accumulation_steps", 1)
     if not batch:
         raise ConfigError(
-            f"{key}={mini} splits data.train_batch_size, which is not on the command line: add it, "
-            "or use trainer.updates_per_step"
+            f"{key}={mini} is a part of data.train_batch_size, which is not on the command line: "
+            "add it, or use trainer.updates_per_step"
         )
     if not mini or batch % mini or (mini < batch and steps > 1):
         raise ConfigError(

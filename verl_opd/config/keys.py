@@ -1,62 +1,79 @@
-"""The dotted keys of the schema: which exist, which sections are free-form, and which is nearest to
-a misspelt one.
+"""The dotted keys of the schema: which exist, their rules, which sections are free-form, and which
+key is nearest to a misspelt one.
 """
 
 from __future__ import annotations
 
 import difflib
-from dataclasses import fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Any, get_origin, get_type_hints
 
 from verl_opd.config.schema import Config
+from verl_opd.opd.options import Rule, rule_of
 
 # Keys and sections of earlier versions -> what they are called now.
 RENAMED = {"warmup": "sft", "training": "compute", "trainer.warmup_steps": "sft.steps"}
 
 
+@dataclass(frozen=True)
+class _Tables:
+    """The schema, flattened to dotted keys."""
+
+    values: set[str] = field(default_factory=set)
+    sections: set[str] = field(default_factory=set)
+    free_form: set[str] = field(default_factory=set)  # sections that are dicts
+    rules: dict[str, Rule] = field(default_factory=dict)
+
+
 @cache
-def _tables() -> tuple[frozenset[str], dict[str, str], frozenset[str]]:
-    """Leaves, sections (with the name of their dataclass), free-form sections (dicts)."""
-    leaves: set[str] = set()
-    sections: dict[str, str] = {}
-    free: set[str] = set()
+def _tables() -> _Tables:
+    found = _Tables()
 
     def walk(schema: type[Any], prefix: str) -> None:
         hints = get_type_hints(schema)
         for item in fields(schema):
             key, hint = prefix + item.name, hints[item.name]
             if isinstance(hint, type) and is_dataclass(hint):
-                sections[key] = hint.__name__
+                found.sections.add(key)
                 walk(hint, f"{key}.")
             elif get_origin(hint) is dict:
-                free.add(key)
+                found.free_form.add(key)
             else:
-                leaves.add(key)
+                found.values.add(key)
+            if rule := rule_of(item):
+                found.rules[key] = rule
 
     walk(Config, "")
-    return frozenset(leaves), sections, frozenset(free)
+    return found
+
+
+def rules() -> Mapping[str, Rule]:
+    """The rule of every key that has one, in the order of the schema."""
+    return _tables().rules
 
 
 def is_free_form(key: str) -> bool:
     """Whether `key` is a free-form section, or lies inside one."""
-    return any(key == section or key.startswith(f"{section}.") for section in _tables()[2])
+    return any(key == section or key.startswith(f"{section}.") for section in _tables().free_form)
 
 
 def is_section(key: str) -> bool:
-    return key in _tables()[1]
+    return key in _tables().sections
 
 
-def section_of(dataclass_name: str) -> str | None:
-    """The section that a dataclass of the schema describes."""
-    return next((key for key, name in _tables()[1].items() if name == dataclass_name), None)
+def keys_of(section: str) -> list[str]:
+    """Names of the values of a section, sorted."""
+    prefix = f"{section}."
+    return sorted(key.removeprefix(prefix) for key in _tables().values if key.startswith(prefix))
 
 
 def is_known(key: str) -> bool:
-    """Whether the schema defines `key`, as a value, a section, or an entry of a
-    free-form section.
+    """Whether the schema defines `key`, as a value, a section, or an entry of a free-form
+    section.
     """
-    return key in _tables()[0] or is_section(key) or is_free_form(key)
+    return key in _tables().values or is_section(key) or is_free_form(key)
 
 
 def renamed(key: str) -> str | None:
@@ -67,18 +84,13 @@ def renamed(key: str) -> str | None:
     return None
 
 
-def keys_of(section: str) -> list[str]:
-    """Names of the values of a section, sorted."""
-    prefix = f"{section}."
-    return sorted(key.removeprefix(prefix) for key in _tables()[0] if key.startswith(prefix))
-
-
 def nearest_key(key: str) -> str:
     """The valid key that `key` most likely stands for: the same name in another section first, else
     the closest spelling.
     """
-    leaves, sections, free = _tables()
-    valid = sorted(leaves | free | (set() if "." in key else set(sections)))
+    tables = _tables()
+    sections = set() if "." in key else tables.sections
+    valid = sorted(tables.values | tables.free_form | sections)
     name = key.rsplit(".", 1)[-1]
     same_name = [candidate for candidate in valid if candidate.rsplit(".", 1)[-1] == name]
     return difflib.get_close_matches(key, same_name or valid, n=1, cutoff=0.0)[0]

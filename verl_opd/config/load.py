@@ -1,5 +1,5 @@
-"""From a recipe and command-line overrides to a `Config`: composed with Hydra, checked against the
-schema, every fault one clear line.
+"""From a recipe and command-line overrides to a `Config`: composed with Hydra and checked against
+the schema. Every mistake becomes a ConfigError of one line.
 """
 
 from __future__ import annotations
@@ -13,17 +13,21 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    ConfigTypeError,
+    InterpolationResolutionError,
+    OmegaConfBaseException,
+)
 
-from verl_opd.compat.aliases import translate
 from verl_opd.config.keys import (
     is_free_form,
     is_known,
     is_section,
     nearest_key,
     renamed,
-    section_of,
 )
 from verl_opd.config.recipes import find_recipe, resolve_path, shipped_root
 from verl_opd.config.schema import Config
@@ -38,7 +42,7 @@ _JOB = "verl_opd_job"
 
 def load_config(recipe: str, overrides: list[str]) -> Config:
     """The configuration of a run, from a recipe (name or path) and `key=value` overrides in Hydra's
-    grammar, with our keys or verl's.
+    grammar.
 
     Existing local paths come back absolute. Only keys and types are checked here; `validate` checks
     the values. Raises ConfigError.
@@ -55,7 +59,8 @@ def load_config(recipe: str, overrides: list[str]) -> Config:
     except OmegaConfBaseException as error:
         _raise_readable(error, recipe)
     assert isinstance(cfg, Config)
-    cfg.optim.betas = tuple(cfg.optim.betas)  # type: ignore[assignment]  # OmegaConf hands tuples back as lists
+    # OmegaConf returns tuples as lists
+    cfg.optim.betas = tuple(cfg.optim.betas)  # type: ignore[assignment]
     cfg.target.path = resolve_path(cfg.target.path)
     cfg.draft.path = cfg.draft.path and resolve_path(cfg.draft.path)
     cfg.data.train_files = [resolve_path(path) for path in cfg.data.train_files]
@@ -68,7 +73,6 @@ def compose_config(recipe: str, overrides: list[str]) -> DictConfig:
     ConfigError.
     """
     path = find_recipe(recipe)
-    overrides, _ = translate(overrides)
     prepared = [
         _prepare(override, text)
         for text, override in zip(overrides, _parse(overrides), strict=True)
@@ -81,7 +85,7 @@ def compose_config(recipe: str, overrides: list[str]) -> DictConfig:
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(path.parent)):
             composed = compose(_JOB, [*prepared, shipped])
-        _refuse_unknown("", OmegaConf.to_container(composed, resolve=True))
+        _check_known("", OmegaConf.to_container(composed, resolve=True))
     except yaml.YAMLError as error:
         raise ConfigError(f"recipe {recipe} is not valid YAML: {_one_line(error)}") from error
     except (HydraException, OmegaConfBaseException) as error:
@@ -111,8 +115,8 @@ def _parse(overrides: list[str]) -> list[Override]:
 
 
 def _prepare(override: Override, text: str) -> str:
-    """Refuse what the schema does not know; let free-form entries be set with or without the `+`
-    that Hydra asks for.
+    """The override as Hydra takes it: entries of free-form sections may come without the `+` that
+    Hydra needs. ConfigError for keys that the schema does not define.
     """
     key = override.key_or_group
     if not key:
@@ -128,11 +132,11 @@ def _prepare(override: Override, text: str) -> str:
             f"{text}: only entries of free-form sections can be deleted; set {key} to another "
             "value instead"
         )
-    _refuse_unknown(key, override.value())
+    _check_known(key, override.value())
     return f"++{text.lstrip('+')}" if is_free_form(key) and not text.startswith("~") else text
 
 
-def _refuse_unknown(section: str, node: Any) -> None:
+def _check_known(section: str, node: Any) -> None:
     """ConfigError for the first key below `section` that the schema does not define; "" is the
     root.
     """
@@ -142,7 +146,7 @@ def _refuse_unknown(section: str, node: Any) -> None:
         key = f"{section}.{name}" if section else str(name)
         if not is_known(key):
             raise _unknown(key, value)
-        _refuse_unknown(key, value)
+        _check_known(key, value)
 
 
 def _unknown(key: str, value: Any, where: str = "") -> ConfigError:
@@ -154,45 +158,78 @@ def _unknown(key: str, value: Any, where: str = "") -> ConfigError:
 
 
 def _raise_readable(error: Exception, recipe: str) -> NoReturn:
-    """Turn what Hydra or OmegaConf raised into one line with key, value and reason.
-
-    A fault in a recipe arrives as "In '<recipe>': ..." with the path of the value in a line
-    `full_key: <key>`; one in an override has the OmegaConf error, which carries the value, as its
-    cause.
-    """
-    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    head, _, tail = str(cause).partition("\n    full_key: ")
-    key = tail.partition("\n")[0]
-    source = re.match(r"In '([^']+)': (?:\w+ raised while composing config:\n)?", head)
-    where = f"recipe {source[1]}: " if source else ""
-    reason = head[source.end() :] if source else head
-    mistyped = re.search(r"(\S+) is not a subclass of (\w+). value: (.*)", reason)
-    if isinstance(cause, MissingConfigException):
-        reason = f"{reason.splitlines()[0]} (named in defaults)"
-    elif "is not a ListConfig" in reason:
-        reason = "a list is needed, written [a,b]"
-    elif mistyped and (section := section_of(mistyped[2])):
-        raise ConfigError(
-            f"{where}{section}={mistyped[3]}: a section is needed, not {mistyped[1]}"
-        ) from error
+    """Turn what Hydra or OmegaConf raised into one line with recipe, key, value and reason."""
+    name = _recipe_named_by(error)
+    where = f"recipe {name}: " if name else ""
+    if isinstance(error, MissingConfigException):
+        missing = error.missing_cfg_file
+        raise ConfigError(f"{where}{missing!r}, named in defaults, does not exist") from error
+    # Hydra wraps an error about an override as a cause, and one about a recipe as the context
+    causes = (error, error.__cause__, error.__context__)
+    cause = next((e for e in causes if isinstance(e, OmegaConfBaseException)), None)
+    if cause is None:
+        raise ConfigError(where + _one_line(error)) from error
+    content = _content(name, recipe) if name else {}
+    key = cause.full_key or _scalar_section(content)
     if not key:
-        raise ConfigError(where + _one_line(reason)) from error
+        raise ConfigError(where + _reason(cause)) from error
     if isinstance(cause, InterpolationResolutionError):
-        raise ConfigError(f"{key}: {_one_line(reason)}") from error
-    value = _value_in_recipe(source[1], recipe, key) if source else getattr(cause, "value", None)
-    if re.match(r"Key '.*' (is )?not in ", reason):
+        raise ConfigError(f"{key}: {_reason(cause)}") from error
+    value = _select(content, key) if cause.value is None else cause.value
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError):
         raise _unknown(key, value, where) from error
-    raise ConfigError(f"{where}{key}={value!r}: {_one_line(reason)}") from error
+    if isinstance(cause, ConfigTypeError):  # a list given for a mapping, or the reverse; no value
+        needed = "list is needed, written [a,b]"
+        if cause.object_type is not list:
+            needed = "section is needed" if is_section(key) else "mapping is needed, {a: b}"
+        raise ConfigError(f"{where}{key}: a {needed}") from error
+    reason = _reason(cause)
+    if is_section(key):
+        reason = f"a section is needed, not {type(value).__name__}"
+    elif isinstance(cause.child_node, ListConfig):
+        reason = "a list is needed, written [a,b]"
+    raise ConfigError(f"{where}{key}={value!r}: {reason}") from error
 
 
-def _value_in_recipe(name: str, recipe: str, key: str) -> Any:
+def _recipe_named_by(error: Exception) -> str | None:
+    """The recipe that an error of Hydra is about. Only its text has the name, as "In '<name>': ..."
+    (hydra/_internal/config_loader_impl.py and defaults_list.py).
+    """
+    match = re.match(r"In '([^']+)': ", str(error))
+    return match[1] if match else None
+
+
+def _reason(error: OmegaConfBaseException) -> str:
+    """The sentence of an OmegaConf error, without the key and types that format_and_raise of
+    omegaconf/_utils.py appends to it.
+    """
+    return _one_line(str(error).partition("\n    full_key: ")[0])
+
+
+def _content(name: str, recipe: str) -> Any:
+    """What the YAML file of a recipe holds, which `recipe` is or extends; empty if not found."""
     for folder in (find_recipe(recipe).parent, shipped_root() / "recipes"):
         file = folder / f"{name}.yaml"
         if file.is_file():
-            return OmegaConf.to_container(
-                OmegaConf.create({"value": OmegaConf.select(OmegaConf.load(file), key)})
-            )["value"]  # type: ignore[index,call-overload]
-    return None
+            return OmegaConf.to_container(OmegaConf.load(file))
+    return {}
+
+
+def _select(content: Any, key: str) -> Any:
+    for name in key.split("."):
+        content = content.get(name) if isinstance(content, dict) else None
+    return content
+
+
+def _scalar_section(content: Any, prefix: str = "") -> str:
+    """The first section whose content is not a mapping; "" when there is none."""
+    for name, value in content.items() if isinstance(content, dict) else ():
+        key = f"{prefix}{name}"
+        if is_section(key):
+            found = _scalar_section(value, f"{key}.") if isinstance(value, dict) else key
+            if found:
+                return found
+    return ""
 
 
 def _one_line(message: object) -> str:

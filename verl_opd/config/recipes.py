@@ -1,5 +1,5 @@
-"""Where recipes and the example files they use lie: at the root of a checkout, or inside the
-installed package.
+"""Finds recipes and the example files they use: at the root of a checkout, or inside the installed
+package.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ def recipe_names() -> list[str]:
 
 
 def find_recipe(recipe: str) -> Path:
-    """File of a shipped recipe (by name), or of a user's (by path, ending in .yaml). ConfigError
-    names what there is.
+    """File of a shipped recipe (by name), or of a user's own (by path, ending in .yaml).
+
+    ConfigError lists the shipped ones.
     """
     if recipe.endswith((".yaml", ".yml")) or "/" in recipe:
         path = Path(recipe).expanduser().resolve()
@@ -43,8 +44,8 @@ def find_recipe(recipe: str) -> Path:
     near = difflib.get_close_matches(recipe, names, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ConfigError(
-        f"unknown recipe {recipe!r}: {hint}there are {', '.join(names)}; a recipe of your own is "
-        "given by its path (.yaml)"
+        f"unknown recipe {recipe!r}: {hint}shipped are {', '.join(names)}; give a recipe of "
+        "your own by its path (.yaml)"
     )
 
 
@@ -52,7 +53,7 @@ def resolve_path(path: str) -> str:
     """Absolute form of an existing path: relative ones are looked up in the current folder, then
     among the shipped files.
 
-    What exists nowhere comes back as it was given (it may be a model id of a hub).
+    A path that exists nowhere is returned unchanged: it may be a model id of a hub.
     """
     given = Path(path).expanduser()
     for candidate in (Path.cwd() / given, shipped_root() / given):

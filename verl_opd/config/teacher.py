@@ -1,4 +1,4 @@
-"""Who scores the response stream, decided once from the configuration."""
+"""What scores the response stream, decided once from the configuration."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _DEFAULT = "default"
 
 def teacher_models(cfg: Config) -> dict[str, str]:
     """Teacher servers to start, name -> model; empty when the trainer's own copy of the target is
-    the teacher. ConfigError for what cannot work.
+    the teacher. ConfigError for combinations that cannot work.
 
-    `auto` is the trainer's copy wherever that can score the response loss: no other model is named,
-    and the loss is not forward_kl_topk.
+    `auto` selects the trainer's copy wherever that can score the response loss: when no other model
+    is named and the loss is not forward_kl_topk.
     """
     teacher, loss = cfg.teacher, cfg.opd.response_loss
     foreign = {
@@ -28,9 +28,8 @@ def teacher_models(cfg: Config) -> dict[str, str]:
     if teacher.source == "composed" and wants_server:
         why = f"opd.response_loss={loss}" if loss == TOP_K_LOSS else f"teacher.models={foreign}"
         raise ConfigError(
-            "teacher.source=composed scores with the trainer's copy of target.path, which does "
-            f"not go with {why}: "
-            "use teacher.source=server"
+            "teacher.source=composed scores with the trainer's copy of target.path and does not "
+            f"go with {why}: use teacher.source=server"
             + (", or opd.response_loss=full_forward_kl" if loss == TOP_K_LOSS else "")
         )
     if teacher.source == "composed" or (teacher.source == "auto" and not wants_server):
@@ -44,13 +43,13 @@ def _check_server(cfg: Config) -> None:
     usable = (*SCORED_LOSSES, TOP_K_LOSS)
     if loss not in usable:
         raise ConfigError(
-            f"a teacher server reports log-probs of single tokens, which opd.response_loss={loss} "
-            "has no use for: "
-            f"use one of {', '.join(usable)}, or teacher.source=composed without teacher.models"
+            "a teacher server reports log-probs of single tokens, which "
+            f"opd.response_loss={loss} has no use for: use one of {', '.join(usable)}, or "
+            "teacher.source=composed without teacher.models"
         )
     if temperature not in (0.0, 1.0):
         raise ConfigError(
-            f"a teacher server scores at temperature 1, and rollout.temperature={temperature:g} "
-            "would need the same: use 0 or 1, or "
-            "teacher.source=composed without teacher.models"
+            "a teacher server scores at temperature 1, not at "
+            f"rollout.temperature={temperature:g}: use 0 or 1, or teacher.source=composed without "
+            "teacher.models"
         )

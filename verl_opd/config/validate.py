@@ -1,129 +1,19 @@
-"""Checks on configuration values that need neither a model nor a process: choices, ranges, files,
+"""Checks of a configuration that need neither a model nor a process: the rule of every key, files,
 and keys that must fit each other.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterable
 from functools import reduce
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from verl_opd.config.keys import rules
 from verl_opd.config.schema import Config
 from verl_opd.config.teacher import teacher_models
 from verl_opd.errors import ConfigError
-from verl_opd.opd.names import (
-    BLOCK_LOSSES,
-    CONVENTIONS,
-    ESTIMATORS,
-    REJECTED_LOSSES,
-    RESPONSE_LOSSES,
-    RESPONSE_SPANS,
-    TEACHER_SOURCES,
-    TOP_K_LOSS,
-)
-
-CHOICES: dict[str, tuple[str, ...]] = {
-    "target.dtype": ("bfloat16", "float32"),
-    "rollout.agent.loop": ("single_turn",),
-    "opd.convention": CONVENTIONS,
-    "opd.response_span": RESPONSE_SPANS,
-    "opd.response_loss": RESPONSE_LOSSES,
-    "opd.rejected_loss": REJECTED_LOSSES,
-    "teacher.source": TEACHER_SOURCES,
-    "sft.loss": tuple(name for name in RESPONSE_LOSSES if name != TOP_K_LOSS),
-    "compute.param_dtype": ("bfloat16", "float32"),
-    "compute.attention": ("sdpa", "eager"),
-    "trainer.device": ("auto", "cpu", "cuda", "npu"),
-    "trainer.resume_mode": ("auto", "disable", "path"),
-    "trainer.logger": ("console", "jsonl", "tensorboard", "wandb"),
-}
-
-# Ranges, by what is allowed; a null value is always allowed where the schema allows it.
-_AT_LEAST_1 = [
-    "draft.num_hidden_layers",
-    "draft.num_target_features",
-    "draft.intermediate_size",
-    "data.train_batch_size",
-    "data.max_prompt_length",
-    "data.max_response_length",
-    "data.max_samples",
-    "data.val_max_samples",
-    "rollout.num_speculative_tokens",
-    "rollout.max_num_seqs",
-    "rollout.max_model_len",
-    "rollout.agent.num_workers",
-    "rollout.agent.max_concurrency",
-    "opd.response_anchor_stride",
-    "teacher.replicas",
-    "teacher.top_k",
-    "teacher.max_num_seqs",
-    "sft.updates_per_step",
-    "sft.samples_per_update",
-    "sft.anchors_per_sample",
-    "compute.max_tokens_per_micro_batch",
-    "compute.lm_head_chunk_size",
-    "compute.num_threads",
-    "trainer.n_student_workers",
-    "trainer.nnodes",
-    "trainer.total_epochs",
-    "trainer.update_accumulation_steps",
-    "trainer.updates_per_step",
-    "trainer.update_epochs",
-    "trainer.keep_last",
-    "ray.num_cpus",
-]
-_AT_LEAST_0 = [
-    "draft.mask_token_id",
-    "data.seed",
-    "rollout.temperature",
-    "opd.response_stream_weight",
-    "opd.rejected_stream_weight",
-    "opd.confidence_weight",
-    "opd.max_response_anchors",
-    "opd.max_rejected_tokens",
-    "optim.weight_decay",
-    "trainer.total_training_steps",
-    "trainer.max_restarts",
-    "sft.steps",
-    "trainer.seed",
-]
-_POSITIVE = [
-    "opd.clip_ratio",
-    "draft.init_std",
-    "rollout.kv_cache_gb",
-    "teacher.kv_cache_gb",
-    "rollout.start_timeout",
-    "rollout.request_timeout",
-    "rollout.stall_timeout",
-    "opd.loss_max_clamp",
-    "sft.lr",
-    "optim.lr",
-    "optim.grad_clip",
-]
-_FRACTION_WITHOUT_0 = [
-    "rollout.top_p",
-    "rollout.gpu_memory_utilization",
-    "teacher.gpu_memory_utilization",
-    "opd.rejected_position_decay",
-    "opd.response_position_decay",
-    "sft.position_decay",
-]
-_FRACTION_WITH_0 = [
-    "optim.min_lr_ratio",
-    "optim.lr_warmup_ratio",
-    "opd.max_replay_mismatch",
-    "opd.max_replay_mismatch_raw",
-]
-_MINUS_1_OR_MORE_THAN_0 = [
-    "rollout.top_k",
-    "trainer.test_freq",
-    "trainer.save_freq",
-    "opd.replay_check_freq",
-]
+from verl_opd.opd.names import BLOCK_LOSSES, ESTIMATORS
 
 # vLLM engine arguments that the rollout server sets itself, and the key that decides them.
 OWNED_ENGINE_KWARGS: dict[str, str] = {
@@ -138,8 +28,8 @@ OWNED_ENGINE_KWARGS: dict[str, str] = {
     "enforce_eager": "rollout.enforce_eager",
     "seed": "trainer.seed",
     "worker_extension_cls": "nothing: the verify recorder lives there",
-    "enable_sleep_mode": "nothing: the phases of the loop need it as it is",
-    "served_model_name": "nothing: the server answers to target.path",
+    "enable_sleep_mode": "nothing: the phases of the loop depend on it",
+    "served_model_name": "nothing: the server uses target.path",
 }
 _OWNED_BY_TEACHERS: dict[str, str] = {
     "max_logprobs": "teacher.top_k",
@@ -150,17 +40,13 @@ _OWNED_BY_TEACHERS: dict[str, str] = {
     "model": "teacher.models",
 }
 _QUICKSTART_TARGET = "/SmolLM2-135M-Instruct"
-_PREPARE = "`make quickstart` or `python -m verl_opd.commands.prepare` makes this one"
+_PREPARE = "`make quickstart` or `verl-opd prepare` creates this one"
 _PARALLEL_KWARGS = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
 
 def validate(cfg: Config) -> None:
-    """Raise ConfigError for the first value that cannot work, naming the key, its value and what
-    would.
-    """
-    _check_choices(cfg)
-    _check_ranges(cfg)
-    _check_names(cfg)
+    """ConfigError for the first value that cannot work; it names key, value and what would work."""
+    _check_rules(cfg)
     _check_files(cfg)
     _check_draft(cfg)
     _check_batches(cfg)
@@ -170,59 +56,21 @@ def validate(cfg: Config) -> None:
     _check_resume(cfg)
 
 
-def _value(cfg: Config, key: str) -> Any:
-    return reduce(getattr, key.split("."), cfg)
+def _check_rules(cfg: Config) -> None:
+    """Every key by itself: the rules that stand beside the keys in the schema."""
+    for key, rule in rules().items():
+        value = reduce(getattr, key.split("."), cfg)
+        entries = value if rule.choices and isinstance(value, list) else [value]
+        for entry in entries:
+            if broken := rule.broken_by(entry):
+                raise ConfigError(f"{key}={_shown(entry)} {broken}")
 
 
-def _check_choices(cfg: Config) -> None:
-    for key, allowed in CHOICES.items():
-        value = _value(cfg, key)
-        for entry in value if isinstance(value, list) else [value]:
-            if entry not in allowed:
-                raise ConfigError(f"{key}={entry!r} is not one of {', '.join(allowed)}")
-
-
-def _check_ranges(cfg: Config) -> None:
-    _check_range(cfg, _AT_LEAST_1, "must be at least 1", lambda x: x >= 1)
-    _check_range(cfg, _AT_LEAST_0, "must not be negative", lambda x: x >= 0)
-    _check_range(cfg, _POSITIVE, "must be greater than 0", lambda x: x > 0)
-    _check_range(cfg, _FRACTION_WITHOUT_0, "must lie in (0, 1]", lambda x: 0 < x <= 1)
-    _check_range(cfg, _FRACTION_WITH_0, "must lie in [0, 1]", lambda x: 0 <= x <= 1)
-    _check_range(
-        cfg, _MINUS_1_OR_MORE_THAN_0, "must be -1 (off) or at least 1", lambda x: x == -1 or x >= 1
-    )
-    _check_range(
-        cfg,
-        ["opd.log_prob_min_clamp"],
-        "must be negative (a log-probability), or null",
-        lambda x: x < 0,
-    )
-    betas = cfg.optim.betas
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ConfigError(f"optim.betas={list(betas)} must be two numbers in [0, 1)")
-
-
-def _check_range(cfg: Config, keys: Iterable[str], rule: str, holds: Any) -> None:
-    for key in keys:
-        value = _value(cfg, key)
-        if value is not None and not (math.isfinite(value) and holds(value)):
-            raise ConfigError(f"{key}={value} {rule}")
-
-
-def _check_names(cfg: Config) -> None:
-    """Names that become folders stay one folder below runs/."""
-    for key in ("trainer.project_name", "trainer.experiment_name"):
-        value = str(_value(cfg, key))
-        if not re.fullmatch(r"[\w.+=-]*[\w+=-][\w.+=-]*", value):
-            raise ConfigError(
-                f"{key}={value!r} becomes a folder name: use letters, digits and . _ - + = "
-                "(trainer.run_dir takes any path)"
-            )
+def _shown(value: Any) -> str:
+    return repr(list(value) if isinstance(value, tuple) else value)
 
 
 def _check_files(cfg: Config) -> None:
-    if not cfg.data.train_files:
-        raise ConfigError("data.train_files=[] is empty: name at least one JSONL file")
     named = [("data.train_files", path) for path in cfg.data.train_files]
     named += [("sft.files", path) for path in cfg.sft.files]
     named += [(f"data.val_files.{name}", path) for name, path in cfg.data.val_files.items()]
@@ -247,8 +95,8 @@ def _check_files(cfg: Config) -> None:
 
 
 def _check_draft(cfg: Config) -> None:
-    """Block size against the number of proposals. Without the key, that of draft.path is checked
-    when it is read.
+    """Block size against the number of proposals. Without draft.block_size, the block size of
+    draft.path is checked when its config is read.
     """
     draft, tokens = cfg.draft, cfg.rollout.num_speculative_tokens
     size = draft.block_size
@@ -264,14 +112,6 @@ def _check_draft(cfg: Config) -> None:
             f"the replayed blocks would not be those of the engine; "
             f"use num_speculative_tokens={size - 1}, or draft.allow_block_size_mismatch=true if it "
             "is meant"
-        )
-    layers = draft.target_layer_ids
-    if layers is not None and (
-        not layers or layers[0] < 0 or any(low >= high for low, high in pairwise(layers))
-    ):
-        raise ConfigError(
-            f"draft.target_layer_ids={layers} must be 0-based target layers in ascending order, "
-            "each once"
         )
 
 
@@ -377,7 +217,7 @@ def _check_streams(cfg: Config) -> None:
         ]
         if wrong:
             raise ConfigError(
-                f"opd.response_loss={opd.response_loss} scores whole blocks, refused proposals "
+                f"opd.response_loss={opd.response_loss} scores whole blocks, rejected proposals "
                 f"included: {'; '.join(wrong)}"
             )
     if opd.response_stream_weight == 0 and opd.rejected_stream_weight == 0:

@@ -24,6 +24,8 @@ class Rule:
     below: float | None = None
     # a value outside the range that switches something off, such as -1
     off: float | None = None
+    # for all other rules: how a value breaks it, as the end of a message; "" when it does not
+    check: Callable[[Any], str] | None = None
 
     def broken_by(self, value: Any) -> str:
         """How `value` breaks this rule, as the end of a message; empty when it does not.
@@ -37,6 +39,8 @@ class Rule:
             entries = value if isinstance(value, list) else [value]
             wrong = [entry for entry in entries if entry not in self.choices]
             return f"is not one of {', '.join(self.choices)}" if wrong else ""
+        if self.check is not None:
+            return self.check(value)
         if math.isfinite(value) and (value == self.off or self._in_range(value)):
             return ""
         return f"must {self._range()}" + (
@@ -52,13 +56,23 @@ class Rule:
         )
 
     def _range(self) -> str:
-        bounds = (
-            ("be at least", self.at_least),
-            ("be greater than", self.above),
-            ("be at most", self.at_most),
-            ("be less than", self.below),
-        )
-        return " and ".join(f"{words} {bound:g}" for words, bound in bounds if bound is not None)
+        if self.at_least is None and self.above is None:
+            return self._upper_bound()
+        if self.at_most is None and self.below is None:
+            return self._lower_bound()
+        low = f"({self.above:g}" if self.at_least is None else f"[{self.at_least:g}"
+        high = f"{self.below:g})" if self.at_most is None else f"{self.at_most:g}]"
+        return f"lie in {low}, {high}"
+
+    def _lower_bound(self) -> str:
+        if self.at_least is None:
+            return f"be greater than {self.above:g}"
+        return f"be at least {self.at_least:g}" if self.at_least else "not be negative"
+
+    def _upper_bound(self) -> str:
+        if self.at_most is None:
+            return f"be less than {self.below:g}" if self.below else "be negative"
+        return f"be at most {self.at_most:g}"
 
 
 def option(default: Any = MISSING, *, factory: Callable[[], Any] | None = None, **rule: Any) -> Any:

@@ -11,29 +11,38 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import DictConfig
 
 from scripts.alias_page import markdown
+from tests.alias_combinations import CONFLICTS, LAUNCHER, TOGETHER
 from tests.alias_rows import (
     ACTOR,
-    CONFLICTS,
     DROPPED,
-    LAUNCHER,
     LOSS,
     MODEL,
-    REFUSED,
     RENAMED,
     ROLLOUT,
-    TOGETHER,
+    UNSUPPORTED,
     VERL,
 )
 from verl_opd.cli import main
-from verl_opd.compat.aliases import TABLE, Drop, Refuse, To, With, table, translate
+from verl_opd.compat.aliases import TABLE, Drop, To, Unsupported, With
+from verl_opd.compat.translate import notices, translate
 from verl_opd.config.keys import is_free_form, is_known
 from verl_opd.config.load import compose_config, load_config
+from verl_opd.config.schema import Config
 from verl_opd.config.validate import validate
 from verl_opd.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
+
+
+def _load(recipe: str, lines: list[str]) -> Config:
+    return load_config(recipe, translate(lines)[0])
+
+
+def _compose(recipe: str, lines: list[str]) -> DictConfig:
+    return compose_config(recipe, translate(lines)[0])
 
 
 def _error(*lines: str) -> str:
@@ -52,14 +61,14 @@ def test_renamed(old: str, new: str) -> None:
 
 @pytest.mark.parametrize("old", DROPPED)
 def test_dropped_with_a_reason(old: str) -> None:
-    lines, said = translate([old])
+    lines, translations = translate([old])
     assert lines == []
-    assert [(entry.old, entry.new) for entry in said] == [(old, ())]
-    assert said[0].reason
+    assert [(entry.old, entry.new) for entry in translations] == [(old, ())]
+    assert translations[0].reason
 
 
-@pytest.mark.parametrize(("old", "part"), REFUSED)
-def test_refused_with_a_reason(old: str, part: str) -> None:
+@pytest.mark.parametrize(("old", "part"), UNSUPPORTED)
+def test_unsupported_with_a_reason(old: str, part: str) -> None:
     text = _error(old)
     assert old in text or (LOSS in text and "_kl_weight" in text), text
     assert part in text
@@ -79,7 +88,7 @@ def test_lines_that_disagree_name_each_other(lines: list[str], parts: list[str])
 
 def test_every_row_is_tested() -> None:
     lines = [
-        *(old for old, _ in RENAMED + REFUSED),
+        *(old for old, _ in RENAMED + UNSUPPORTED),
         *DROPPED,
         *(line for old, _ in TOGETHER for line in old),
     ]
@@ -99,20 +108,20 @@ def test_every_target_is_a_key_of_ours_and_no_old_name_is_another_key() -> None:
         if is_known(key):
             assert isinstance(row, To), key
             assert row.new == key
-        assert not isinstance(row, Drop | Refuse) or row.why
+        assert not isinstance(row, Drop | Unsupported) or row.why
 
 
 @pytest.mark.parametrize("prefix", ["", "+", "++"])
 def test_prefixes(prefix: str) -> None:
     assert translate([f"{prefix}{ACTOR}optim.lr=1e-4"])[0] == ["optim.lr=1e-4"]
-    cfg = compose_config(
+    cfg = _compose(
         "qwen3_4b_dflash_8gpu",
         [f"{prefix}data.apply_chat_template_kwargs.enable_thinking=True", f"{prefix}{MODEL}path=x"],
     )
     assert (cfg.data.apply_chat_template_kwargs.enable_thinking, cfg.target.path) == (True, "x")
 
 
-def test_keys_of_ours_and_of_nobody_pass_unchanged() -> None:
+def test_our_keys_and_unknown_ones_pass_unchanged() -> None:
     lines = [
         *(
             "data.seed=3",
@@ -129,7 +138,7 @@ def test_keys_of_ours_and_of_nobody_pass_unchanged() -> None:
             "data.val_files={a: b}",
             "trainer.logger=[console]",
             "trainer.resume_mode=auto",
-            "nobody.knows=1,2",
+            "no.such.key=1,2",
         ),
         *(f"{ROLLOUT}nope=1", f"{ROLLOUT}temperature=[1"),
     ]
@@ -142,14 +151,14 @@ def test_unknown_keys_keep_their_error() -> None:
         match=r"unknown key actor_rollout_ref\.rollout\.temprature .*did you mean "
         r"rollout\.temperature\?",
     ):
-        compose_config("quickstart", [f"{ROLLOUT}temprature=0"])
+        _compose("quickstart", [f"{ROLLOUT}temprature=0"])
     with pytest.raises(ConfigError, match="cannot be read"):
-        compose_config("quickstart", [f"{ROLLOUT}temperature=[1"])
+        _compose("quickstart", [f"{ROLLOUT}temperature=[1"])
 
 
-def test_a_wrong_type_is_told_with_our_key() -> None:
+def test_an_error_about_a_type_names_our_key() -> None:
     with pytest.raises(ConfigError, match=r"optim\.lr='fast'"):
-        compose_config("quickstart", [f"{ACTOR}optim.lr=fast"])
+        _compose("quickstart", [f"{ACTOR}optim.lr=fast"])
 
 
 @pytest.mark.parametrize(
@@ -168,7 +177,7 @@ def test_a_wrong_type_is_told_with_our_key() -> None:
     ],
 )
 def test_quoting_survives(text: str, expected: Any) -> None:
-    cfg = load_config("quickstart", [f"++{ROLLOUT}engine_kwargs.vllm.compilation_config={text}"])
+    cfg = _load("quickstart", [f"++{ROLLOUT}engine_kwargs.vllm.compilation_config={text}"])
     assert cfg.rollout.engine_kwargs == {"compilation_config": expected}
 
 
@@ -178,7 +187,7 @@ def test_paths_with_commas_spaces_and_quotes_survive() -> None:
         "data.train_files=\"['/x, y.jsonl']\"",
         r"data.val_files=['/d, e/it\'s {1}.jsonl']",
     ]
-    cfg = load_config("qwen3_4b_dflash_1gpu", lines)
+    cfg = _load("qwen3_4b_dflash_1gpu", lines)
     assert (cfg.target.path, cfg.data.train_files, cfg.data.val_files) == (
         "/m, n/o p",
         ["/x, y.jsonl"],
@@ -187,7 +196,7 @@ def test_paths_with_commas_spaces_and_quotes_survive() -> None:
 
 
 def test_the_last_of_several_lines_counts() -> None:
-    lines, said = translate(
+    lines, translations = translate(
         [
             f"{ROLLOUT}name=sglang",
             "trainer.n_gpus_per_node=6",
@@ -196,7 +205,10 @@ def test_the_last_of_several_lines_counts() -> None:
         ]
     )
     assert lines == ["trainer.n_student_workers=7", "trainer.nnodes=1"]
-    assert [entry.old for entry in said] == [f"++{ROLLOUT}name=vllm", "trainer.n_gpus_per_node=7"]
+    assert [entry.old for entry in translations] == [
+        f"++{ROLLOUT}name=vllm",
+        "trainer.n_gpus_per_node=7",
+    ]
     assert translate(["trainer.resume_mode=resume_path", "trainer.resume_mode=auto"])[0] == [
         "trainer.resume_mode=auto"
     ]
@@ -207,20 +219,20 @@ def test_the_last_of_several_lines_counts() -> None:
 
 
 def test_equal_spellings_are_written_once() -> None:
-    lines, said = translate(
+    lines, translations = translate(
         [f"{MODEL}path=/m", f"+{VERL}dflash_main_model_path='/m'", "target.path=/m"]
     )
     assert lines == ["target.path=/m"]
-    assert len(said) == 2
+    assert len(translations) == 2
 
 
-def test_what_is_translated_stays_as_it_is() -> None:
+def test_translated_lines_are_not_translated_again() -> None:
     once = translate(LAUNCHER)[0]
     assert translate(once) == (once, [])
 
 
 def test_a_whole_launcher_composes_and_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
-    cfg = load_config("qwen3_4b_dflash_8gpu", LAUNCHER)
+    cfg = _load("qwen3_4b_dflash_8gpu", LAUNCHER)
     assert (cfg.target.path, cfg.draft.path, cfg.draft.family) == (
         "Qwen/Qwen3-4B",
         "/draft",
@@ -305,7 +317,7 @@ def test_the_command_prints_the_table_once(
             setattr(module, function, lambda cfg, *_: calls.append(cfg) or True)
     for verb in (["train"], ["eval"], ["bench"], ["doctor"], ["train", "--cfg", "job"]):
         assert main([verb[0], "quickstart", *old, *verb[1:]]) == 0
-        assert capsys.readouterr().err == table(translate(old)[1])
+        assert capsys.readouterr().err == notices(translate(old)[1])
     assert [(cfg.target.path, cfg.trainer.n_student_workers) for cfg in calls] == [
         (str(tmp_path), 2)
     ] * 4
@@ -314,18 +326,20 @@ def test_the_command_prints_the_table_once(
 
 
 def test_the_table_is_aligned() -> None:
-    printed = table(translate([f"{ROLLOUT}name=vllm", "trainer.n_gpus_per_node=2"])[1])
+    printed = notices(translate([f"{ROLLOUT}name=vllm", "trainer.n_gpus_per_node=2"])[1])
     assert printed == (
         "  actor_rollout_ref.rollout.name=vllm -> dropped: the engine is vLLM\n"
         "  trainer.n_gpus_per_node=2           -> trainer.n_student_workers=2  trainer.nnodes=1\n"
     )
 
 
-def test_refusals_leave_the_command_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unsupported_values_end_the_command_with_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["train", "quickstart", f"{ROLLOUT}name=sglang"]) == 2
     assert (
         capsys.readouterr().err
-        == f"verl-opd: {ROLLOUT}name=sglang cannot be had (the engine is vLLM): use vllm, or "
+        == f"verl-opd: {ROLLOUT}name=sglang is not supported (the engine is vLLM): use vllm, or "
         "leave it out\n"
     )
 
@@ -333,8 +347,8 @@ def test_refusals_leave_the_command_with_one_line(capsys: pytest.CaptureFixture[
 def test_recipes_know_our_keys_only(tmp_path: Path) -> None:
     (tmp_path / "old.yaml").write_text("actor_rollout_ref:\n  model:\n    path: x\n")
     with pytest.raises(ConfigError, match="unknown key actor_rollout_ref"):
-        compose_config(str(tmp_path / "old.yaml"), [])
+        _compose(str(tmp_path / "old.yaml"), [])
 
 
-def test_the_page_is_what_the_table_says() -> None:
+def test_the_page_is_printed_from_the_table() -> None:
     assert (ROOT / "docs" / "aliases.md").read_text() == markdown()

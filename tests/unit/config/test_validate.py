@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from pathlib import Path
 
 import pytest
+from omegaconf import MISSING
 
-from verl_opd.config.keys import is_known
+from verl_opd.config.keys import rules
 from verl_opd.config.load import load_config
-from verl_opd.config.validate import CHOICES, validate
+from verl_opd.config.schema import Config
+from verl_opd.config.validate import validate
 from verl_opd.devices import DEVICES
 from verl_opd.errors import ConfigError
 from verl_opd.opd.losses import REJECTED_LOSSES, RESPONSE_LOSSES
@@ -191,12 +194,19 @@ def test_a_model_path_that_is_a_file(recipe: str) -> None:
 
 
 def test_choices_are_those_of_the_code_that_reads_them() -> None:
-    assert CHOICES["opd.response_loss"] == RESPONSE_LOSSES
-    assert set(RESPONSE_LOSSES) - set(CHOICES["sft.loss"]) == {TOP_K_LOSS}, (
-        "no server scores warm-up text"
+    choices = {key: rule.choices for key, rule in rules().items() if rule.choices}
+    assert choices["opd.response_loss"] == RESPONSE_LOSSES
+    assert set(RESPONSE_LOSSES) - set(choices["sft.loss"]) == {TOP_K_LOSS}, (
+        "no server scores the text of supervised steps"
     )
-    assert CHOICES["opd.rejected_loss"] == REJECTED_LOSSES
-    assert set(CHOICES["rollout.agent.loop"]) == set(AGENT_LOOPS)
-    assert CHOICES["trainer.logger"] == TRACKERS
-    assert set(CHOICES["trainer.device"]) == {"auto", *DEVICES}
-    assert all(map(is_known, CHOICES))
+    assert choices["opd.rejected_loss"] == REJECTED_LOSSES
+    assert set(choices["rollout.agent.loop"]) == set(AGENT_LOOPS)
+    assert choices["trainer.logger"] == TRACKERS
+    assert set(choices["trainer.device"]) == {"auto", *DEVICES}
+
+
+def test_defaults_keep_their_rules() -> None:
+    cfg = Config()
+    for key, rule in rules().items():
+        value = reduce(getattr, key.split("."), cfg)
+        assert value == MISSING or rule.broken_by(value) == "", key
