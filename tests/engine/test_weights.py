@@ -1,4 +1,4 @@
-"""A pushed draft is proven, or refused with the old one still serving."""
+"""A pushed draft is read back, or rejected while the old one keeps serving."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ gather to the engine's read-back, over several pushes.
 from __future__ import annotations
 
 import json
+import logging
 import statistics
 import time
 from dataclasses import replace
@@ -25,6 +26,8 @@ from verl_opd.controller.trainers import Trainers
 from verl_opd.data.prompts import Prompt
 from verl_opd.report.console import Console
 from verl_opd.report.rundir import RunDir, write_atomic
+
+log = logging.getLogger(__name__)
 
 PAIRS = 10
 PUSHES = 5
@@ -44,14 +47,14 @@ def run(cfg: Config, argv: list[str]) -> None:
         writer = SnapshotWriter(
             directory.root, placement.on_this_node, 2 * trainers.draft_parameters
         )
-        results = {**_recorder(job, fleet, console), **_push(writer, trainers, fleet)}
+        results = {**_recorder(job, fleet), **_push(writer, trainers, fleet)}
     console.table(
         "bench", ["measure", "value"], [[name, f"{value:.4g}"] for name, value in results.items()]
     )
     write_atomic(directory.root / "bench.json", json.dumps(results, indent=2))
 
 
-def _recorder(job: Job, fleet: Fleet, console: Console) -> dict[str, float]:
+def _recorder(job: Job, fleet: Fleet) -> dict[str, float]:
     prompts = job.train[: job.cfg.data.train_batch_size]
     _generate(job, fleet, prompts, True)  # first use compiles and allocates
     ratios, rates = [], []
@@ -65,7 +68,7 @@ def _recorder(job: Job, fleet: Fleet, console: Console) -> dict[str, float]:
         recorded += runs[True][1] * len(fleet.servers)
         ratios.append(speed[False] / speed[True] - 1)
         rates.append(speed[True])
-        console.say(
+        log.info(
             f"pair {pair + 1}/{PAIRS}: recorder costs {ratios[-1]:+.2%} of {speed[False]:.1f} "
             "tokens/s"
         )

@@ -41,7 +41,7 @@ def test_a_cpu_engine_gets_its_cores_and_not_rays_thread_count():
 
 
 def test_no_device_sleeps_so_deep_that_the_frozen_target_is_lost():
-    """S9, E1: level 2 drops weights that nobody streams again; the target would answer garbage and
+    """S9, E1: level 2 drops weights that nothing loads again; the target would answer garbage and
     everything would be accepted.
     """
     assert {device.name: device.sleep_level for device in DEVICES.values()} == {

@@ -1,4 +1,4 @@
-"""Sleep and wake against an engine that really drops what it is told to drop, on every device of
+"""Sleep and wake against an engine that really drops what a level says, on every device of
 the table.
 """
 
