@@ -9,7 +9,9 @@ import os
 import re
 import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,8 +23,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 INJURIES = [
     ("VLLM::EngineCor", signal.SIGKILL),
     ("VLLM::Worker", signal.SIGSTOP),
-    ("ray::AgentLoopR", signal.SIGKILL),
-    ("ray::RolloutEng", signal.SIGKILL),
+    ("ray::AgentLoopWor", signal.SIGKILL),
+    ("ray::RolloutServ", signal.SIGKILL),
     ("ray::TrainWorker", signal.SIGKILL),
 ]
 
@@ -114,7 +116,7 @@ def test_a_run_survives_whatever_dies_and_stops_when_asked(tiny_llama_dir: Path,
     assert re.search(r"trainer rank \d died", said)
     assert re.search(r"agent loop worker \d died", said)
     assert said.count("is lost (") >= 3
-    assert re.search(r"no (token for anybody|answer to \w+) in rollout.stall_timeout=6 s", said)
+    assert re.search(r"no (token for any request|answer to \w+) in rollout.stall_timeout=6 s", said)
     assert "SIGTERM: finishing this step, then a checkpoint" in said
     assert re.search(
         r"stopped; the newest checkpoint is \S*step_\d+; continue with:\nverl-opd train", said
@@ -134,3 +136,56 @@ def test_a_run_survives_whatever_dies_and_stops_when_asked(tiny_llama_dir: Path,
     assert all(row.get("opd/replay_mismatch", 0) == 0 for row in rows), (
         "engines that came back draft with the current weights"
     )
+
+
+def test_a_teacher_that_hangs_or_dies_is_replaced_while_the_run_goes_on(
+    tiny_llama_dir: Path, folder: Path
+):
+    overrides = [
+        "trainer.total_training_steps=400",
+        "trainer.total_epochs=999",
+        "trainer.n_student_workers=1",
+        "trainer.val_before_train=false",
+        "data.val_files={}",
+        "teacher.source=server",
+        "teacher.kv_cache_gb=1",
+        "rollout.stall_timeout=6",
+    ]
+    log = folder / "log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command(tiny_llama_dir, folder, *overrides),
+            cwd=ROOT,
+            env=environment(),
+            stdout=output,
+            stderr=output,
+        )
+
+    def restarts() -> float:
+        return max(row.get("rollout/teacher_restarts", 0) for row in metrics_of(folder))
+
+    def wait_while_running(done: Callable[[], Any], what: str) -> None:
+        wait_for(lambda: process.poll() is not None or done(), 300, what)
+        assert process.poll() is None, log.read_text()[-3000:]
+
+    try:
+        wait_while_running(lambda: steps_of(folder), "the first step")
+        (server,) = processes(process.pid, "ray::TeacherServ")
+        for core in processes(server, "VLLM::"):
+            os.kill(core, signal.SIGSTOP)
+        wait_while_running(lambda: restarts() == 1, "the hanging teacher to be replaced")
+        (server,) = processes(process.pid, "ray::TeacherServ")
+        os.kill(server, signal.SIGKILL)
+        wait_while_running(lambda: restarts() == 2, "the dead teacher to be replaced")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(120) == 0, log.read_text()[-3000:]
+    finally:
+        process.kill()
+        process.wait()
+    printed = log.read_text()
+    assert re.search(
+        r"teacher 0 is lost \(no token for any request in rollout.stall_timeout=6 s\)", printed
+    )
+    assert printed.count("teacher 0 is lost") == printed.count("starting again") == 2
+    done = steps_of(folder)
+    assert done == list(range(1, max(done) + 1)), "no step ran twice, and none is missing"

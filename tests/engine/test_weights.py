@@ -1,4 +1,4 @@
-"""A pushed draft is proven, or refused with the old one still serving."""
+"""A pushed draft is read back, or rejected while the old one keeps serving."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_wrong_push_is_refused_and_nothing_changes(
     assert problem in reply["error"]
     assert live.call(live.engine.read_back()) == before
     with pytest.raises(
-        WeightSyncError, match=f"refused draft version 99 and still serves {before['version']}"
+        WeightSyncError, match=f"did not load draft version 99 and still serves {before['version']}"
     ):
         prove(reply, snapshot, "replica 0")
 

@@ -4,10 +4,12 @@ accelerators.
 
 from __future__ import annotations
 
+import inspect
 import os
 import socket
 from collections.abc import Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ import ray
 from torch.distributed import TCPStore
 
 from verl_opd.config.schema import Config
-from verl_opd.controller.placement import Placement, place
+from verl_opd.controller.placement import Placement, place, start_ray
 from verl_opd.devices import DEVICES
 from verl_opd.errors import ConfigError
 from verl_opd.training.worker import TrainWorker
@@ -86,7 +88,7 @@ def test_on_a_cpu_no_device_is_asked_for(cluster: str, monkeypatch: pytest.Monke
 
 
 def test_ranks_meet_at_a_port_that_was_never_free() -> None:
-    """F7: rank 0 listens before anybody hears of the port."""
+    """F7: rank 0 listens before it announces the port."""
     first = TrainWorker.__new__(TrainWorker)
     first._world = 1
     port = first.open_store("127.0.0.1")
@@ -106,3 +108,36 @@ def test_more_devices_than_there_are_is_an_error_with_both_numbers(
         r"\(Ray has 4\)",
     ):
         placed(monkeypatch, "npu", 4, teachers=1)
+
+
+LATE = "The current node timed out during startup. This could happen because some of the raylet"
+
+
+@pytest.mark.parametrize(("text", "tries"), [(LATE, 2), ("no space left", 1)])
+def test_a_raylet_that_is_late_gets_a_second_try_and_other_errors_none(
+    text: str, tries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[dict[str, Any]] = []
+
+    def init(**options: Any) -> None:
+        tried.append(options)
+        if len(tried) == 1:
+            raise Exception(text)
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("verl_opd.controller.placement.clean_up_after", lambda children: None)
+    stand_in = SimpleNamespace(init=init, shutdown=lambda: None)
+    monkeypatch.setattr("verl_opd.controller.placement.ray", stand_in)
+    if tries == 1:
+        with pytest.raises(Exception, match="no space left"):
+            start_ray(Config())
+    else:
+        start_ray(Config())
+    assert len(tried) == tries
+
+
+def test_ray_still_reports_a_late_raylet_by_this_text() -> None:
+    from ray._private import node
+
+    source = " ".join(inspect.getsource(node).split())
+    assert LATE.partition(". ")[0] in source

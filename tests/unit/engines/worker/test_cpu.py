@@ -1,4 +1,4 @@
-"""The CPU engine's mended kernel on hand-made values."""
+"""The CPU engine's corrected kernel on hand-made values."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def reference(row: torch.Tensor, token: int, temperature: float = 1.0) -> float:
             [4, 5, -1, -1],
             [4, 5, 6],
             1,
-        ),  # the recovered token equals the refused proposal: only the padding tells
+        ),  # the recovered token equals the rejected proposal: only the padding tells
         ([7], [], 0),
         ([-1, -1], [4], 0),  # a discarded row
     ],
@@ -446,7 +446,7 @@ def test_v2_rows_with_garbage_tails_are_cut_by_num_sampled():
     )
     generator = torch.Generator().manual_seed(0)
     runner.logits = torch.randn(7, VOCAB, generator=generator)
-    # a accepts draft 1 and refuses 2 (whose garbage tail repeats it), b accepts both, c is a prompt
+    # a accepts draft 1 and rejects 2 (whose garbage tail repeats it), b accepts both, c is a prompt
     # chunk
     batch = v2_batch(
         names, [[1, 2], [3, 4], []], [[1, 8, 2], [3, 4, 9], [1, 2, 3]], [2, 3, 0], [0, 2, 1]
