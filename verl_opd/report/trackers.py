@@ -93,8 +93,8 @@ TRACKERS = ("console", "jsonl", "tensorboard", "wandb")
 
 
 class Trackers:
-    """All trackers named in `trainer.logger`; `console` is drawn by the loop itself. metrics.jsonl
-    is always written.
+    """All trackers named in `trainer.logger`, but for `console`: the progress bar is always shown, and
+    metrics.jsonl is always written.
     """
 
     def __init__(
