@@ -10,6 +10,7 @@ engine's read-back, over several pushes.
 from __future__ import annotations
 
 import json
+import logging
 import statistics
 import time
 from dataclasses import replace
@@ -20,13 +21,14 @@ from verl_opd.config.load import to_yaml
 from verl_opd.config.schema import Config
 from verl_opd.controller.benchmarks import GREEDY
 from verl_opd.controller.fleet import Fleet
-from verl_opd.controller.job import Job, prepare
+from verl_opd.controller.job import Job
 from verl_opd.controller.progress import SnapshotWriter
-from verl_opd.controller.run import running
+from verl_opd.controller.run import opened, running
 from verl_opd.controller.trainers import Trainers
 from verl_opd.data.prompts import Prompt
-from verl_opd.report.console import Console
-from verl_opd.report.rundir import RunDir, write_atomic
+from verl_opd.report.rundir import write_atomic
+
+log = logging.getLogger(__name__)
 
 PAIRS = 10
 PUSHES = 5
@@ -34,26 +36,18 @@ PUSHES = 5
 
 def run(cfg: Config, argv: list[str]) -> None:
     """Measure and print; writes bench.json into the run directory."""
-    console, job = Console(), prepare(cfg)
-    directory = RunDir(cfg.trainer.run_dir)
-    directory.open(job.identity, resume=True)
-    directory.describe(to_yaml(cfg), argv)
-    with running(replace(job, teachers={}), directory, console, None) as (
-        placement,
-        trainers,
-        fleet,
-    ):
-        writer = SnapshotWriter(
-            directory.root, placement.on_this_node, 2 * trainers.draft_parameters
-        )
-        results = {**_recorder(job, fleet, console), **_push(writer, trainers, fleet)}
-    console.table(
-        "bench", ["measure", "value"], [[name, f"{value:.4g}"] for name, value in results.items()]
-    )
-    write_atomic(directory.root / "bench.json", json.dumps(results, indent=2))
+    with opened(cfg) as (job, directory, console):
+        directory.describe(to_yaml(cfg), argv)
+        with running(replace(job, teachers={}), directory) as (placement, trainers, fleet):
+            size = 2 * trainers.draft_parameters  # bytes, bf16
+            writer = SnapshotWriter(directory.root, placement.on_this_node, size)
+            results = {**_recorder(job, fleet), **_push(writer, trainers, fleet)}
+        rows = [[name, f"{value:.4g}"] for name, value in results.items()]
+        console.table("bench", ["measure", "value"], rows)
+        write_atomic(directory.root / "bench.json", json.dumps(results, indent=2))
 
 
-def _recorder(job: Job, fleet: Fleet, console: Console) -> dict[str, float]:
+def _recorder(job: Job, fleet: Fleet) -> dict[str, float]:
     prompts = job.train[: job.cfg.data.train_batch_size]
     _generate(job, fleet, prompts, True)  # first use compiles and allocates
     ratios, rates = [], []
@@ -67,7 +61,7 @@ def _recorder(job: Job, fleet: Fleet, console: Console) -> dict[str, float]:
         recorded += runs[True][1] * len(fleet.servers)
         ratios.append(speed[False] / speed[True] - 1)
         rates.append(speed[True])
-        console.say(
+        log.info(
             f"pair {pair + 1}/{PAIRS}: recorder costs {ratios[-1]:+.2%} of {speed[False]:.1f} "
             "tokens/s"
         )

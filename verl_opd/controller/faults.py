@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import ray
 
-from verl_opd.errors import WorkerDied
+from verl_opd.errors import RestartsExhausted
 
+log = logging.getLogger(__name__)
 _PING_SECONDS = 30.0
 
 
 class Restarts:
-    """The budget of trainer.max_restarts: every process that is started again costs one."""
+    """The budget of trainer.max_restarts: every process that is replaced costs one."""
 
-    def __init__(self, allowed: int, say: Callable[[str], None]) -> None:
-        self.allowed, self.left, self._say = allowed, allowed, say
+    def __init__(self, allowed: int) -> None:
+        self.allowed = self.left = allowed
 
-    def spend(self, what: str) -> None:
-        """Say what is started again and why; WorkerDied when nothing is left to spend."""
+    def spend(self, reason: str) -> None:
+        """Take one restart and log its reason; RestartsExhausted when none is left."""
         if self.left <= 0:
-            raise WorkerDied(f"{what}, and trainer.max_restarts={self.allowed} are used up")
+            raise RestartsExhausted(
+                f"{reason}, and trainer.max_restarts={self.allowed} are used up"
+            )
         self.left -= 1
-        self._say(f"{what}: starting again, {self.left} of {self.allowed} restarts left")
+        log.warning(f"{reason}: starting again, {self.left} of {self.allowed} restarts left")
 
 
 class Stopped(Exception):

@@ -44,7 +44,7 @@ class Fleet:
         restarts: Restarts | None = None,
     ) -> None:
         self._cfg, self._placement, self._settings, self._say = cfg, placement, list(settings), say
-        self._restarts = restarts or Restarts(cfg.trainer.max_restarts, say)
+        self._restarts = restarts or Restarts(cfg.trainer.max_restarts)
         self.counts = {"engine_restarts": 0, "agent_restarts": 0, "rerun_samples": 0}
         self.snapshot: Callable[[], DraftSnapshot] | None = None
         self._drafting = True

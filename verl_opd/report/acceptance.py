@@ -14,7 +14,7 @@ from verl_opd.opd.trace import RolloutSample, VerifyTrace, accepted_by_position
 
 @dataclass
 class Acceptance:
-    """Additive acceptance counts over traces. The prefill token and draft-free steps are in none."""
+    """Additive acceptance counts of traces, without prefill tokens and draft-free steps."""
 
     committed: int = 0  # tokens, the bonus token counted
     verify_steps: int = 0
@@ -139,7 +139,7 @@ class BenchmarkResult:
 
 
 def mean_tau(results: Sequence[BenchmarkResult]) -> float | None:
-    """Accept length averaged over the benchmarks that have one; decides which checkpoint is best."""
+    """Mean accept length of the benchmarks that have one; decides which checkpoint is best."""
     taus = [result.tau for result in results if result.tau is not None]
     return sum(taus) / len(taus) if taus else None
 

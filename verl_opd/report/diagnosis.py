@@ -63,8 +63,8 @@ SYMPTOMS: dict[str, Symptom] = {
         f"every update of {_PATIENCE} OPD steps was skipped: loss or gradient are not finite, or "
         "nothing was supervised",
         (
-            "log-probs of rejected tokens or target logits that are not finite: weights damaged by sleep, or "
-            "an overflow in target.dtype",
+            "log-probs of rejected tokens or target logits that are not finite: weights damaged by "
+            "sleep, or an overflow in target.dtype",
             "opd_effective_token_ratio 0: no verify step was recorded, or weights of both streams "
             "leave nothing",
             "too high a learning rate has driven the draft out of range: restart from the last "
@@ -111,8 +111,8 @@ class Diagnosis:
 
 
 def checklist(name: str, metrics: Mapping[str, float], diagnostics: Mapping[str, object]) -> str:
-    """A report that helps to find the cause: the sign, what to check, and what is known. `diagnostics`
-    are values to print as known, by name.
+    """A text that helps to find the cause: the sign, what to check, and what is known, which is
+    measurements and `diagnostics`, values by name.
     """
     symptom = SYMPTOMS[name]
     measured = (

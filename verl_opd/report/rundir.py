@@ -27,8 +27,8 @@ _PACKAGES = (
 
 
 class RunDir:
-    """Paths of one run: config.yaml, command.txt, versions.json and run.json (identity: which target
-    and draft) beside metrics.jsonl, logs/ (one file a process; run.log is the driver's),
+    """Paths of one run: config.yaml, command.txt, versions.json and run.json (identity: which
+    target and draft) beside metrics.jsonl, logs/ (one file a process; run.log is the driver's),
     checkpoints/ and exports/.
     """
 

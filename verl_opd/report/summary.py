@@ -37,8 +37,8 @@ class Outcome:
 
 
 def write_summary(run_dir: Path, outcome: Outcome, clock: Stopwatch) -> None:
-    """summary.json: `outcome`, seconds by part (of the process that finished the run), and the share
-    of time in which neither engine nor trainer worked.
+    """summary.json: `outcome`, seconds by part (of the process that finished the run), and the
+    share of time in which neither engine nor trainer worked.
     """
     busy = sum(clock.total.get(name, 0.0) for name in WORKING)
     summary: dict[str, Any] = {
