@@ -8,6 +8,8 @@ import logging
 from pathlib import Path
 
 TREE = "verl_opd"
+# what a process is, by the name of its log file
+ROLES = {"train": "trainer rank", "rollout": "engine", "teacher": "teacher", "agent": "agent loop"}
 
 
 class LineFormatter(logging.Formatter):
@@ -22,12 +24,13 @@ class LineFormatter(logging.Formatter):
         return "\n".join(f"{head}  {line}" for line in super().format(record).splitlines() or [""])
 
 
-def log_as(kind: str, log_path: str) -> None:
-    """Log to standard error as a `kind` of process ("engine"), numbered as its own log file is
-    (`logs/rollout_1.log`: "engine 1"). Call it after `redirect_output(log_path)`.
+def open_log(log_path: str) -> None:
+    """Log to standard error, under the role that `log_path` is named for ("engine 1" for
+    `logs/rollout_1.log`). Call it after `redirect_output(log_path)`.
     """
+    kind, _, number = Path(log_path).stem.rpartition("_")
     handler = logging.StreamHandler()
-    handler.setFormatter(LineFormatter(f"{kind} {Path(log_path).stem.rpartition('_')[2]}"))
+    handler.setFormatter(LineFormatter(f"{ROLES[kind]} {number}"))
     tree = logging.getLogger(TREE)
     tree.handlers = [handler]
     tree.setLevel(logging.INFO)
