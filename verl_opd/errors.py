@@ -22,7 +22,7 @@ class WorkerDied(RunError):
 
 
 class RestartsExhausted(WorkerDied):
-    """A process of the run is gone, and trainer.max_restarts are used up."""
+    """A process of the run is gone, and trainer.max_restarts allows no other in its place."""
 
 
 class CheckpointError(RunError):

@@ -1,10 +1,10 @@
 """`verl-opd bench`: what recording and syncing cost, measured on the configured target and draft.
 
-Recorder overhead, two ways: the same greedy prompts on the same engines with the recorder on and
-off, in turns, as the median of paired ratios (whatever recording changes, and the noise of the
-machine); and the time spent inside the recorder as a share of the recorded runs (free of noise,
-blind to side effects such as colder caches). Draft push: seconds from the trainer's gather to the
-engine's read-back, over several pushes.
+Recorder overhead is measured in two ways. The same greedy prompts run on the same engines with the
+recorder on and off, in turns: the median of paired ratios holds every effect of recording, and the
+noise of the machine. The time spent inside the recorder, as a share of the recorded runs, is free
+of noise but misses side effects such as colder caches. Draft push: seconds from the trainer's
+gather to the engine's read-back, over several pushes.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import logging
 import statistics
 import time
 from dataclasses import replace
-
-import ray
 
 from verl_opd.config.load import to_yaml
 from verl_opd.config.schema import Config
@@ -54,10 +52,10 @@ def _recorder(job: Job, fleet: Fleet) -> dict[str, float]:
     recorded = inside = 0.0
     for pair in range(PAIRS):
         order = (True, False) if pair % 2 == 0 else (False, True)
-        before = _recorder_seconds(fleet)
+        before = fleet.recorder_seconds()
         runs = {recording: _generate(job, fleet, prompts, recording) for recording in order}
         speed = {recording: tokens / seconds for recording, (tokens, seconds) in runs.items()}
-        inside += _recorder_seconds(fleet) - before
+        inside += fleet.recorder_seconds() - before
         recorded += runs[True][1] * len(fleet.servers)
         ratios.append(speed[False] / speed[True] - 1)
         rates.append(speed[True])
@@ -74,29 +72,10 @@ def _recorder(job: Job, fleet: Fleet) -> dict[str, float]:
     }
 
 
-def _recorder_seconds(fleet: Fleet) -> float:
-    """Seconds spent inside the recorders of all replicas so far."""
-    return sum(
-        stats["seconds"]
-        for stats in ray.get([server.recorder_stats.remote() for server in fleet.servers])
-    )
-
-
 def _generate(job: Job, fleet: Fleet, prompts: list[Prompt], recording: bool) -> tuple[int, float]:
     """Tokens and seconds of one greedy run over all replicas."""
-    ray.get([server.set_recording.remote(recording) for server in fleet.servers])
-    ray.get([server.reset_prefix_cache.remote() for server in fleet.servers])
-    started = time.monotonic()
-    sampling = {**GREEDY, "max_tokens": job.cfg.data.max_response_length}
-    tokens = ray.get(
-        [
-            server.generate_tokens.remote(
-                [p.prompt_ids for p in prompts[i :: len(fleet.servers)]], sampling
-            )
-            for i, server in enumerate(fleet.servers)
-        ]
-    )
-    return sum(tokens), time.monotonic() - started
+    fleet.set_recording(recording)
+    return fleet.throughput(prompts, {**GREEDY, "max_tokens": job.cfg.data.max_response_length})
 
 
 def _push(writer: SnapshotWriter, trainers: Trainers, fleet: Fleet) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What a run does when one of its processes dies, and when somebody asks it to stop."""
+"""What a run does when one of its processes dies, and when a signal stops it."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class Restarts:
 
 
 class Stopped(Exception):
-    """The run was asked to stop and has written its checkpoint."""
+    """The run received a stop signal and has written its checkpoint."""
 
 
 def asked_to_stop(error: BaseException) -> bool:
-    """Whether `error` answers a request to stop: Stopped, or what Ray's handler of SIGTERM raises
-    while Ray is being started and ours is not in place.
+    """Whether `error` stems from a stop signal: Stopped, or the SystemExit that Ray's own handler
+    of SIGTERM raises during ray.init.
     """
     return isinstance(error, Stopped) or (
         isinstance(error, SystemExit) and error.code == signal.SIGTERM
@@ -46,9 +46,7 @@ def asked_to_stop(error: BaseException) -> bool:
 
 
 class StopSignal:
-    """While entered, the first SIGINT or SIGTERM is only noted; the second one
-    interrupts at once.
-    """
+    """While entered, the first SIGINT or SIGTERM is only noted; the second interrupts at once."""
 
     def __init__(self) -> None:
         self._before: dict[int, Any] = {}
@@ -62,7 +60,7 @@ class StopSignal:
         return self
 
     def arm(self) -> None:
-        """Take the signals, again if somebody else has taken them since: ray.init does."""
+        """Install the handlers, again where another has replaced them: ray.init does."""
         for number in self._before:
             signal.signal(number, self._note)
 
@@ -78,9 +76,8 @@ class StopSignal:
             f"{signal.Signals(number).name}: finishing this step, then a checkpoint; once more to "
             "stop at once\n"
         )
-        os.write(
-            2, text.encode()
-        )  # whoever was interrupted may hold the lock of every buffered stream
+        # unbuffered: the interrupted code may hold the lock of any buffered stream
+        os.write(2, text.encode())
 
 
 def failure(server: Any) -> str:

@@ -24,11 +24,11 @@ from verl_opd.controller.placement import Placement, place
 from verl_opd.controller.position import Position, opd_steps, position_at
 from verl_opd.controller.progress import OPD, SFT, SnapshotWriter
 from verl_opd.controller.rollouts import Rollouts
+from verl_opd.controller.settings import engine_settings, teacher_settings
 from verl_opd.controller.stages import Blocks, OnPolicy, Supervised
 from verl_opd.controller.trainers import Trainers
 from verl_opd.drafts import get_family
 from verl_opd.errors import ConfigError, RestartsExhausted, WorkerDied
-from verl_opd.opd.names import TOP_K_LOSS
 from verl_opd.report.console import Console
 from verl_opd.report.logs import driver_log
 from verl_opd.report.rundir import RunDir
@@ -37,79 +37,10 @@ from verl_opd.report.step_report import StepReporter
 from verl_opd.report.summary import Outcome, print_summary, write_summary
 from verl_opd.report.timing import Stopwatch
 from verl_opd.report.trackers import Trackers
-from verl_opd.rollout.server import EngineSettings
-from verl_opd.rollout.teacher import TeacherSettings
 from verl_opd.training.checkpoint import CheckpointStore, resolve_resume
 from verl_opd.training.export import serve_command
 
 log = logging.getLogger(__name__)
-
-
-def engine_settings(
-    job: Job, placement: Placement, draft_path: Path, logs: Path
-) -> list[EngineSettings]:
-    """One engine per student worker, all equal but for cores and log file."""
-    cfg, family = job.cfg, get_family(job.cfg.draft.family)
-    rollout, data = cfg.rollout, cfg.data
-    length = (
-        rollout.max_model_len
-        or data.max_prompt_length + data.max_response_length + 2 * rollout.num_speculative_tokens
-    )
-    return [
-        EngineSettings(
-            target_path=cfg.target.path,
-            target_dtype=cfg.target.dtype,
-            trust_remote_code=cfg.target.trust_remote_code,
-            draft_path=str(draft_path),
-            method=family.engine_method,
-            num_speculative_tokens=rollout.num_speculative_tokens,
-            target_layer_ids=tuple(family.layer_ids(job.draft_config)),
-            mask_token_id=family.mask_token_id(job.draft_config),
-            engine_names=family.engine_names,
-            token_map=job.token_map,
-            v2_runner=family.v2_runner,
-            max_model_len=length,
-            max_num_seqs=rollout.max_num_seqs,
-            gpu_memory_utilization=rollout.gpu_memory_utilization,
-            enforce_eager=rollout.enforce_eager,
-            kv_cache_gb=rollout.kv_cache_gb,
-            engine_kwargs=rollout.engine_kwargs,
-            device=job.device.name,
-            cpu_cores=slot.cores,
-            seed=cfg.trainer.seed,
-            log_path=str(logs / f"rollout_{slot.index}.log"),
-            stall_timeout=rollout.stall_timeout,
-        )
-        for slot in placement.slots
-    ]
-
-
-def teacher_settings(job: Job, placement: Placement, logs: Path) -> list[TeacherSettings]:
-    """teacher.replicas servers per model."""
-    cfg, data = job.cfg, job.cfg.data
-    models = [
-        (name, path) for name, path in job.teachers.items() for _ in range(cfg.teacher.replicas)
-    ]
-    return [
-        TeacherSettings(
-            name=name,
-            model_path=path,
-            dtype=cfg.target.dtype,
-            max_model_len=data.max_prompt_length + data.max_response_length + 1,
-            max_num_seqs=cfg.teacher.max_num_seqs,
-            top_k=cfg.teacher.top_k if cfg.opd.response_loss == TOP_K_LOSS else 0,
-            trust_remote_code=cfg.target.trust_remote_code,
-            gpu_memory_utilization=cfg.teacher.gpu_memory_utilization,
-            enforce_eager=cfg.rollout.enforce_eager,
-            kv_cache_gb=cfg.teacher.kv_cache_gb,
-            engine_kwargs=cfg.teacher.engine_kwargs,
-            device=job.device.name,
-            cpu_cores=slot.cores,
-            seed=cfg.trainer.seed,
-            log_path=str(logs / f"teacher_{slot.index}.log"),
-        )
-        for (name, path), slot in zip(models, placement.teacher_slots, strict=True)
-    ]
 
 
 @contextmanager
@@ -144,7 +75,7 @@ def running(
         trainers.export(draft_path)
         settings = engine_settings(job, placement, draft_path, run.logs)
         teachers = teacher_settings(job, placement, run.logs)
-        fleet = Fleet(job.cfg, placement, settings, teachers, restarts=restarts)
+        fleet = Fleet(job.cfg, placement, settings, teachers, restarts)
         for index, started in enumerate(fleet.start()):
             log.info(
                 "engine %d: ready in %.0f s, HTTP at %s", index, started["seconds"], started["url"]

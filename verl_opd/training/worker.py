@@ -12,6 +12,7 @@ import ray
 
 from verl_opd.config.schema import Config
 from verl_opd.devices import actor_environment, resolve_device
+from verl_opd.logs import open_log
 from verl_opd.opd.losses import LossSpec, StreamTotals
 from verl_opd.opd.metrics import StepMetrics
 from verl_opd.opd.plan import TrainItem
@@ -37,6 +38,7 @@ class TrainWorker:
         log_path: str,
     ) -> None:
         redirect_output(log_path)
+        open_log(log_path)
         self._cfg, self._draft_config, self._rank, self._world = cfg, draft_config, rank, world_size
         self._store: Any = None
         self._device = resolve_device(cfg.trainer.device)
