@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from verl_opd.opd.metrics import StepMetrics
 from verl_opd.opd.plan import TrainItem
 from verl_opd.process import redirect_output
 from verl_opd.snapshot import DraftSnapshot
+
+log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 _PATIENCE = timedelta(minutes=30)
@@ -95,11 +98,9 @@ class TrainWorker:
         self._trainer = DraftTrainer(
             self._cfg, self._draft_config, self._rank, self._world, self._device.name
         )
-        return {
-            "draft_parameters": sum(
-                parameter.numel() for parameter in self._trainer.draft.parameters()
-            )
-        }
+        count = sum(parameter.numel() for parameter in self._trainer.draft.parameters())
+        log.info("rank %d of %d trains a draft of %d parameters", self._rank, self._world, count)
+        return {"draft_parameters": count}
 
     def ping(self) -> None:
         """Answers between two methods, for as long as this process lives."""
