@@ -122,9 +122,9 @@ def _train(cfg: Config, command: list[str]) -> None:
 
 
 def _eval(cfg: Config, command: list[str]) -> None:
-    from verl_opd.controller.run import evaluate
+    from verl_opd.commands.eval import run
 
-    evaluate(cfg, command)
+    run(cfg, command)
 
 
 def _bench(cfg: Config, command: list[str]) -> None:

@@ -19,13 +19,12 @@ from verl_opd.config.load import to_yaml
 from verl_opd.config.schema import Config
 from verl_opd.controller.benchmarks import GREEDY
 from verl_opd.controller.fleet import Fleet
-from verl_opd.controller.job import Job, prepare
+from verl_opd.controller.job import Job
 from verl_opd.controller.progress import SnapshotWriter
-from verl_opd.controller.run import running
+from verl_opd.controller.run import opened, running
 from verl_opd.controller.trainers import Trainers
 from verl_opd.data.prompts import Prompt
-from verl_opd.report.console import Console
-from verl_opd.report.rundir import RunDir, write_atomic
+from verl_opd.report.rundir import write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -35,23 +34,15 @@ PUSHES = 5
 
 def run(cfg: Config, argv: list[str]) -> None:
     """Measure and print; writes bench.json into the run directory."""
-    console, job = Console(), prepare(cfg)
-    directory = RunDir(cfg.trainer.run_dir)
-    directory.open(job.identity, resume=True)
-    directory.describe(to_yaml(cfg), argv)
-    with running(replace(job, teachers={}), directory, console, None) as (
-        placement,
-        trainers,
-        fleet,
-    ):
-        writer = SnapshotWriter(
-            directory.root, placement.on_this_node, 2 * trainers.draft_parameters
-        )
-        results = {**_recorder(job, fleet), **_push(writer, trainers, fleet)}
-    console.table(
-        "bench", ["measure", "value"], [[name, f"{value:.4g}"] for name, value in results.items()]
-    )
-    write_atomic(directory.root / "bench.json", json.dumps(results, indent=2))
+    with opened(cfg) as (job, directory, console):
+        directory.describe(to_yaml(cfg), argv)
+        with running(replace(job, teachers={}), directory) as (placement, trainers, fleet):
+            size = 2 * trainers.draft_parameters  # bytes, bf16
+            writer = SnapshotWriter(directory.root, placement.on_this_node, size)
+            results = {**_recorder(job, fleet), **_push(writer, trainers, fleet)}
+        rows = [[name, f"{value:.4g}"] for name, value in results.items()]
+        console.table("bench", ["measure", "value"], rows)
+        write_atomic(directory.root / "bench.json", json.dumps(results, indent=2))
 
 
 def _recorder(job: Job, fleet: Fleet) -> dict[str, float]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -61,7 +62,7 @@ class Fleet:
         self._router = RouterActor.options(**driver_options()).remote(len(settings))
         placement.actors.append(self._router)
         count = cfg.rollout.agent.num_workers or cfg.trainer.n_student_workers
-        self._agents = [self._new_agent() for _ in range(count)]
+        self._agents = [self._new_agent(index) for index in range(count)]
 
     def _new_server(self, index: int) -> Any:
         server = RolloutServerActor.options(**self._placement.actor_options(index)).remote(
@@ -77,8 +78,8 @@ class Fleet:
         self._placement.actors.append(server)
         return server
 
-    def _new_agent(self) -> Any:
-        rollout = self._cfg.rollout
+    def _new_agent(self, index: int) -> Any:
+        rollout, engine_log = self._cfg.rollout, self._settings[0].host.log_path
         teachers: dict[str, list[Any]] = {}
         for settings, server in zip(self._teacher_settings, self._teachers, strict=True):
             teachers.setdefault(settings.name, []).append(server)
@@ -89,6 +90,7 @@ class Fleet:
             rollout.agent.max_concurrency,
             rollout.request_timeout,
             teachers,
+            engine_log and str(Path(engine_log).with_name(f"agent_{index}.log")),
         )
         self._placement.actors.append(agent)
         return agent
@@ -191,7 +193,7 @@ class Fleet:
             except ray.exceptions.RayActorError as error:
                 self._restarts.spend(f"agent loop worker {index} died ({first_line(error)})")
                 self._discard(self._agents[index])
-                self._agents[index] = self._new_agent()
+                self._agents[index] = self._new_agent(index)
                 self.counts["agent_restarts"] += 1
                 replaced = True
         failures = [outcome for outcome in outcomes if isinstance(outcome, SampleFailure)]

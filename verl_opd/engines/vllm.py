@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -11,7 +12,10 @@ from typing import Any
 from verl_opd.engines.settings import EngineSettings, engine_arguments, engine_environment
 from verl_opd.engines.watchdog import TokenProgress, token_counter
 from verl_opd.errors import RolloutError
+from verl_opd.logs import open_log
 from verl_opd.process import clean_up_after, redirect_output
+
+log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 1.0  # how often the watchdog looks at a call that has not returned
 # an engine takes about 10 to end by itself; killed earlier, it leaves shared memory behind
@@ -28,6 +32,7 @@ class VllmEngine:
     def __init__(self, settings: EngineSettings, title: str = "the engine", **own: Any) -> None:
         if settings.host.log_path:
             redirect_output(settings.host.log_path)
+            open_log(settings.host.log_path)
         self.settings, self.title = settings, title
         self.llm: Any = None  # vLLM's AsyncLLM, once started
         self.in_flight = 0  # requests of `generate` that have not returned
@@ -50,6 +55,7 @@ class VllmEngine:
             arguments = AsyncEngineArgs(**engine_arguments(self.settings, **self._own))
             loggers = [token_counter(self._progress)]
             self.llm = AsyncLLM.from_engine_args(arguments, stat_loggers=loggers)
+            log.info("%s runs %s", self.title, self.settings.model_path)
         except Exception as error:
             raise RolloutError(
                 f"{self.title} did not start ({type(error).__name__}: {error}); "

@@ -5,6 +5,7 @@ more class here.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -15,9 +16,13 @@ import ray
 
 from verl_opd.data.prompts import Prompt
 from verl_opd.errors import ConfigError, RolloutError
+from verl_opd.logs import open_log
 from verl_opd.opd.trace import RolloutSample, from_extra_fields
+from verl_opd.process import redirect_output
 from verl_opd.rollout.server import GenerateResult
 from verl_opd.rollout.teacher import Teachers
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -119,7 +124,11 @@ class AgentLoopWorker:
         max_concurrency: int,
         request_timeout: float,
         teachers: Mapping[str, Sequence[Any]] | None = None,
+        log_path: str | None = None,
     ) -> None:
+        if log_path:
+            redirect_output(log_path)
+            open_log(log_path)
         self._servers = Servers(servers, router, request_timeout)
         self._teachers = Teachers(teachers, request_timeout) if teachers else None
         self._loop = get_agent_loop(loop)(self._servers)
@@ -163,6 +172,7 @@ class AgentLoopWorker:
                 return sample
             # the fleet decides whether the sample is run again
             except Exception as error:
+                log.warning("no sample for %s", prompt.sample_id, exc_info=True)
                 return SampleFailure(prompt.sample_id, f"{type(error).__name__}: {error}")
             finally:
                 await self._servers.close(prompt.sample_id)

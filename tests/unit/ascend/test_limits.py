@@ -206,7 +206,8 @@ def test_engines_and_ranks_set_it_before_they_use_the_device(
     )
     assert engine_environment(settings)["VLLM_ASCEND_ENABLE_NZ"] == "0"
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    monkeypatch.setattr("verl_opd.training.worker.redirect_output", lambda path: None)
+    for name in ("redirect_output", "open_log"):
+        monkeypatch.setattr(f"verl_opd.training.worker.{name}", lambda path: None)
     cfg = Config()
     cfg.trainer.device, cfg.compute.num_threads = "npu", torch.get_num_threads()
     TrainWorker(cfg, {}, 0, 1, (), "log")

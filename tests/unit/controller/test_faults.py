@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from verl_opd.config.schema import Config
 from verl_opd.controller.faults import Restarts, Stopped, StopSignal, asked_to_stop, first_line
-from verl_opd.controller.loop import Loop
-from verl_opd.controller.progress import Progress
 from verl_opd.controller.run import continuing
-from verl_opd.errors import CheckpointError, ConfigError, RestartsExhausted
+from verl_opd.errors import RestartsExhausted
 
 
 def test_every_restart_is_logged_and_the_last_one_ends_the_run(caplog: pytest.LogCaptureFixture):
@@ -60,49 +55,6 @@ def test_the_first_signal_is_noted_and_the_second_interrupts(
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), number)
     assert signal.getsignal(number) is before
-
-
-def stub_loop(**attributes: Any) -> Any:
-    told: list[str] = []
-    console = SimpleNamespace(say=told.append)
-    return SimpleNamespace(
-        cfg=Config(),
-        progress=Progress(opd_step=7),
-        console=console,
-        failed_saves=0,
-        told=told,
-        **attributes,
-    )
-
-
-def test_stopping_writes_a_checkpoint_first():
-    saved: list[bool] = []
-    loop = stub_loop(stopping=lambda: True, _save=lambda required: saved.append(required))
-    with pytest.raises(Stopped):
-        Loop._stop_if_asked(loop)
-    assert saved == [True]
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        OSError(28, "No space left on device"),
-        ConfigError("disk full"),
-        CheckpointError("step_7 was not written"),
-    ],
-)
-def test_a_checkpoint_that_cannot_be_written_is_said_and_training_goes_on_unless_it_is_the_last(
-    error: Exception,
-):
-    def write(tau: float | None) -> None:
-        raise error
-
-    loop = stub_loop(_write=write)
-    Loop._save(loop)
-    assert loop.failed_saves == 1
-    assert str(error) in loop.told[0]
-    with pytest.raises(type(error)):
-        Loop._save(loop, required=True)
 
 
 def test_the_line_that_continues_a_run_does_not_start_from_the_old_checkpoint_again():
