@@ -1,21 +1,13 @@
-"""Restart budget, stop signals, lost processes, and the watchdog over tokens; without Ray or an
-engine.
-"""
+"""Restart budget, stop signals and the watchdog over tokens; without Ray or an engine."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
-import subprocess
-import sys
-import time
-from multiprocessing import shared_memory
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 
 from verl_opd.config.schema import Config
@@ -24,10 +16,7 @@ from verl_opd.controller.loop import Loop
 from verl_opd.controller.progress import Progress
 from verl_opd.controller.run import continuing
 from verl_opd.errors import CheckpointError, ConfigError, RolloutError, WorkerDied
-from verl_opd.process import end_own
 from verl_opd.rollout.server import EngineSettings, RolloutServer
-
-ROOT = Path(__file__).parents[3]
 
 
 def test_every_restart_is_said_and_the_last_one_ends_the_run():
@@ -117,103 +106,6 @@ def test_a_checkpoint_that_cannot_be_written_is_said_and_training_goes_on_unless
     assert str(error) in loop.told[0]
     with pytest.raises(type(error)):
         Loop._save(loop, required=True)
-
-
-def test_a_process_id_that_was_given_to_another_is_left_alone():
-    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    try:
-        assert end_own([(other.pid, 1), (2**22 + 5, 1)], []) == []
-        assert other.poll() is None
-    finally:
-        other.kill()
-        other.wait()
-
-
-# as multiprocessing names it, without the tracker that would clean up, and that a SIGKILL takes
-# along
-CHILD = (
-    "import mmap, time; f = open('/dev/shm/{name}', 'w+b'); f.truncate(64); m = "
-    "mmap.mmap(f.fileno(), 64); print('up', flush=True); time.sleep(99)"
-)
-PARENT = """
-import subprocess, sys, time
-from pathlib import Path
-from verl_opd.process import clean_up_after
-older = subprocess.Popen(["sleep", "99"])
-clean_up_after([Path(sys.argv[2])], children=sys.argv[4] == "children")
-child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE, text=True)
-child.stdout.readline()
-print(child.pid, older.pid, flush=True)
-time.sleep(float(sys.argv[3]))
-"""
-
-
-@pytest.mark.parametrize("handles", [True, False], ids=["pidfd", "without pidfd"])
-@pytest.mark.parametrize("killed", [True, False], ids=["killed", "ended"])
-def test_whatever_a_process_leaves_behind_is_cleaned_up_however_it_ends(
-    tmp_path: Path, killed: bool, handles: bool
-):
-    """Its files, children that it started later, and what they share in memory; nothing of anybody
-    else, and nothing before it has ended.
-    """
-    name, file = f"psm_test{os.getpid()}", tmp_path / "snapshot"
-    foreign = shared_memory.SharedMemory(create=True, size=64)
-    file.write_text("x")
-    preamble = "" if handles else "import os\ndel os.pidfd_open\n"
-    (tmp_path / "sitecustomize.py").write_text(preamble)
-    arguments = [CHILD.format(name=name), str(file), "99" if killed else "3", "children"]
-    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, *arguments], stdout=subprocess.PIPE, text=True, env=env
-    )
-    try:
-        child, older = map(psutil.Process, map(int, parent.stdout.readline().split()))
-        time.sleep(2.5)
-        assert child.is_running()
-        assert file.exists()
-        assert (Path("/dev/shm") / name).exists()
-        if killed:
-            parent.kill()
-        child.wait(10)
-        parent.wait(10)
-        deadline = time.monotonic() + 10
-        while file.exists() or (Path("/dev/shm") / name).exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        assert (Path("/dev/shm") / foreign.name).exists()
-        assert older.is_running(), "what was there before is left alone"
-        older.kill()
-    finally:
-        parent.kill()
-        parent.wait()
-        foreign.close()
-        foreign.unlink()
-
-
-def test_children_are_left_alone_unless_asked_for(tmp_path: Path):
-    """A driver in a notebook has children that are none of ours."""
-    name, file = f"psm_kept{os.getpid()}", tmp_path / "snapshot"
-    file.write_text("x")
-    parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, CHILD.format(name=name), str(file), "99", "no"],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
-    child, older = map(psutil.Process, map(int, parent.stdout.readline().split()))
-    try:
-        parent.kill()
-        parent.wait(10)
-        deadline = time.monotonic() + 10
-        while file.exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        assert child.is_running()
-        assert (Path("/dev/shm") / name).exists()
-    finally:
-        child.kill()
-        older.kill()
-        (Path("/dev/shm") / name).unlink(missing_ok=True)
 
 
 def engine(stall_timeout: float) -> RolloutServer:
