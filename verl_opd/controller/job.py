@@ -108,11 +108,11 @@ def prepare(cfg: Config) -> Job:
         raise ConfigError(f"target.path={cfg.target.path} cannot be read: {error}") from error
     check_target_supported(target_config)
     check_isolation(device, os.environ)
-    if device.name == "npu":
+    if device.stack == "ascend":
         check_npu(cfg, target_config.num_hidden_layers, os.environ)
 
     family = get_family(cfg.draft.family)
-    if family.v2_runner and device.name == "cpu":
+    if family.v2_runner and not device.v2_runner:
         raise ConfigError(
             f"draft.family={family.name} is drafted with by vLLM's V2 model runner only, which "
             "does not run on a CPU: use an accelerator, or dflash or eagle3"

@@ -105,7 +105,7 @@ def engine_environment(settings: EngineHost) -> dict[str, str | None]:
         "VLLM_NO_USAGE_STATS": "1",  # nothing leaves this machine
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
     }
-    if settings.device == "cpu":
+    if DEVICES[settings.device].on_host:
         env["OMP_NUM_THREADS"] = None  # Ray sets it to 1, which the engine would obey
         env["VLLM_CPU_KVCACHE_SPACE"] = str(settings.kv_cache_gb or 1)
         if settings.cpu_cores:
@@ -143,8 +143,10 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "disable_log_stats": False,
         "worker_extension_cls": EXTENSION,
     }
-    if settings.device != "cpu":
+    device = DEVICES[settings.device]
+    if not device.on_host:
         arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
+    if device.sleeps:
         arguments["enable_sleep_mode"] = True
     return {**arguments, **parsed_kwargs(settings.engine_kwargs)}
 
@@ -511,10 +513,11 @@ class RolloutServer:
         """
         if not self._asleep:
             return
-        if self._settings.device != "cpu":
+        sleeps = DEVICES[self._settings.device].sleeps
+        if sleeps:
             await self._call("wake_up", tags)
         if "kv_cache" in tags:
-            if self._settings.device == "cpu":
+            if not sleeps:
                 await self._call("wake_up", ["scheduling"])
             self._asleep = False
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import ray
 
+from verl_opd.devices import DEVICES
 from verl_opd.errors import RolloutError
 from verl_opd.opd.trace import TeacherScores
 from verl_opd.process import redirect_output
@@ -60,7 +61,7 @@ def teacher_arguments(settings: TeacherSettings) -> dict[str, Any]:
         "logprobs_mode": "raw_logprobs",
         "skip_tokenizer_init": True,
     }
-    if settings.device != "cpu":
+    if not DEVICES[settings.device].on_host:
         arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
     return {**arguments, **parsed_kwargs(settings.engine_kwargs)}
 
