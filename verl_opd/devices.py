@@ -30,8 +30,6 @@ class Device:
     # level of an engine's sleep: 1 keeps a host copy of the frozen target, which is never streamed
     # again; 0 = pause only, memory stays
     sleep_level: int = 1
-    # implementation for the frozen target
-    attention: str = "sdpa"
     # whether vLLM's V2 model runner works here; V1 works everywhere
     v2_runner: bool = True
     # the vendor's software with versions and limits of its own to check: a room of this package
