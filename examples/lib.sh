@@ -21,12 +21,12 @@ launch_keys=(
     ROLLOUT_TEMPERATURE=rollout.temperature
     DFLASH_MAX_RESPONSE_ANCHORS=opd.max_response_anchors
     DFLASH_RESPONSE_ANCHOR_STRIDE=opd.response_anchor_stride
-    DFLASH_ATTENTION_IMPL=training.attention
-    GRADIENT_CHECKPOINTING=training.gradient_checkpointing
-    LM_HEAD_CHUNK_SIZE=training.lm_head_chunk_size
+    DFLASH_ATTENTION_IMPL=compute.attention
+    GRADIENT_CHECKPOINTING=compute.gradient_checkpointing
+    LM_HEAD_CHUNK_SIZE=compute.lm_head_chunk_size
     LR=optim.lr
-    SFT_FILES=warmup.files
-    SFT_LR=warmup.lr
+    SFT_FILES=sft.files
+    SFT_LR=sft.lr
     TEACHER_WORLD_SIZE=teacher.replicas
     STUDENT_WORLD_SIZE=trainer.n_student_workers
     NNODES=trainer.nnodes
@@ -43,8 +43,8 @@ launch_keys=(
 # Lists of files are written as one would on a command line: a.jsonl,b.jsonl
 launch_value() {
     case $1 in
-        data.train_files | warmup.files) printf '[%s]' "$2" ;;
-        rollout.enforce_eager | training.gradient_checkpointing) printf '%s' "${2,,}" ;;
+        data.train_files | sft.files) printf '[%s]' "$2" ;;
+        rollout.enforce_eager | compute.gradient_checkpointing) printf '%s' "${2,,}" ;;
         *) printf '%s' "$2" ;;
     esac
 }

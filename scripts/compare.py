@@ -63,7 +63,7 @@ def run(
             train(
                 warm,
                 seed,
-                [f"trainer.warmup_steps={WARMUP_STEPS}", "trainer.total_training_steps=0"],
+                [f"sft.steps={WARMUP_STEPS}", "trainer.total_training_steps=0"],
             )
         for name, overrides in VARIANTS.items():
             folder = root / f"seed_{seed}" / slug(name)
@@ -74,13 +74,13 @@ def run(
             (folder / "summary.json").unlink()
             if overrides is None:
                 extra = [
-                    f"trainer.warmup_steps={WARMUP_STEPS + steps}",
-                    f"warmup.updates_per_step={supervised_updates}",
+                    f"sft.steps={WARMUP_STEPS + steps}",
+                    f"sft.updates_per_step={supervised_updates}",
                 ]
                 extra.append("trainer.total_training_steps=0")
             else:
                 extra = [
-                    f"trainer.warmup_steps={WARMUP_STEPS}",
+                    f"sft.steps={WARMUP_STEPS}",
                     f"trainer.total_training_steps={steps}",
                     *overrides,
                 ]

@@ -52,10 +52,10 @@ def make_config(root: Path, **training: Any) -> Config:
         "float32",
         str(root / "draft"),
     )
-    cfg.training.param_dtype, cfg.training.lm_head_chunk_size = "float32", 5
+    cfg.compute.param_dtype, cfg.compute.lm_head_chunk_size = "float32", 5
     cfg.optim.grad_clip, cfg.optim.weight_decay = 1e9, 0.1
     for key, value in training.items():
-        setattr(cfg.training, key, value)
+        setattr(cfg.compute, key, value)
     return cfg
 
 

@@ -44,7 +44,7 @@ data:
   max_prompt_length: 64
   max_response_length: 24
 rollout: {{num_speculative_tokens: 3, max_num_seqs: 8, kv_cache_gb: 1}}
-training: {{param_dtype: float32}}
+compute: {{param_dtype: float32}}
 trainer:
   {{run_dir: {folder / "run"}, device: cpu, n_student_workers: 2, total_training_steps: 3,
     logger: [jsonl]}}

@@ -81,9 +81,9 @@ def status(url: str, key: str | None) -> int:
 
 def test_a_killed_run_resumes_where_it_was_and_ends_as_planned(tiny_llama_dir: Path, folder: Path):
     overrides = [
-        "trainer.warmup_steps=1",
+        "sft.steps=1",
         "trainer.save_freq=1",
-        "warmup.updates_per_step=2",
+        "sft.updates_per_step=2",
         "trainer.updates_per_step=2",
     ]
     arguments = command(tiny_llama_dir, folder, *overrides)
@@ -198,12 +198,12 @@ def test_an_overfitted_draft_is_nearly_always_accepted_also_by_plain_vllm(
         command(
             tiny_llama_dir,
             folder,
-            "trainer.warmup_steps=1",
+            "sft.steps=1",
             "trainer.total_training_steps=1",
-            "warmup.updates_per_step=120",
-            "warmup.lr=3e-3",
-            "warmup.samples_per_update=2",
-            "warmup.anchors_per_sample=23",
+            "sft.updates_per_step=120",
+            "sft.lr=3e-3",
+            "sft.samples_per_update=2",
+            "sft.anchors_per_sample=23",
             "trainer.n_student_workers=1",
             "optim.lr=1e-4",
             "draft.init_std=0.05",
@@ -275,12 +275,12 @@ def test_teacher_servers_score_what_the_rollout_committed(
         "target.dtype=float32",
         "draft.mask_token_id=3",
         "draft.target_layer_ids=[0,2,5]",
-        "trainer.warmup_steps=0",
+        "sft.steps=0",
         "trainer.updates_per_step=1",
         "trainer.update_epochs=1",
         "trainer.val_before_train=false",
         "trainer.logger=[jsonl]",
-        "training.param_dtype=float32",
+        "compute.param_dtype=float32",
         "~data.val_files.python_functions",
         "opd.response_loss=forward_kl_topk",
         "teacher.top_k=8",

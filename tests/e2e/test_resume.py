@@ -20,14 +20,14 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 OVERRIDES = [
     "trainer.n_student_workers=1",
     "rollout.max_num_seqs=1",
-    "trainer.warmup_steps=1",
+    "sft.steps=1",
     "trainer.total_training_steps=10",
     "trainer.update_accumulation_steps=2",
     "trainer.updates_per_step=2",
     "trainer.total_epochs=9",
     "trainer.save_freq=1",
     "trainer.keep_last=99",
-    "warmup.samples_per_update=2",
+    "sft.samples_per_update=2",
     "trainer.val_before_train=false",
     "data.val_files={}",
 ]
@@ -75,7 +75,7 @@ def test_a_resumed_run_has_the_losses_rates_and_samples_of_the_whole_one(
         for word in ("one", "two", "six")
     ]
     chats.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
-    given = [*OVERRIDES, f"warmup.files=[{chats}]"]
+    given = [*OVERRIDES, f"sft.files=[{chats}]"]
     whole = tmp_path / "whole"
     whole.mkdir()
     for name in ("train.jsonl", "val.jsonl"):

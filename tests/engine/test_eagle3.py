@@ -93,7 +93,7 @@ def trainer_for(eagle: LiveEngine, draft_path: str | None = None) -> DraftTraine
         "float32",
         draft_path or eagle.settings.draft_path,
     )
-    cfg.draft.family, cfg.training.param_dtype, cfg.rollout.num_speculative_tokens = (
+    cfg.draft.family, cfg.compute.param_dtype, cfg.rollout.num_speculative_tokens = (
         "eagle3",
         "float32",
         K,

@@ -61,7 +61,7 @@ def trainer_for(live: LiveEngine, draft_path: str | None = None, **changes: Any)
         "float32",
         draft_path or live.settings.draft_path,
     )
-    cfg.training.param_dtype = "float32"
+    cfg.compute.param_dtype = "float32"
     return DraftTrainer(cfg, {**live.draft_config, **changes}, 0, 1, "cpu")
 
 

@@ -35,10 +35,10 @@ from verl_opd.compat import aliases
 from verl_opd.config.recipes import recipe_names
 from verl_opd.config.schema import Config
 from verl_opd.controller import fleet as fleet_module
+from verl_opd.controller.benchmarks import Benchmarks
 from verl_opd.controller.job import draft_config_of
 from verl_opd.controller.loop import Loop
 from verl_opd.controller.progress import Progress
-from verl_opd.controller.benchmarks import Benchmarks
 from verl_opd.data.loader import Loader
 from verl_opd.data.prompts import Prompt
 from verl_opd.drafts import get_family
@@ -50,7 +50,11 @@ from verl_opd.rollout.sync import SyncReport
 from verl_opd.training.trainer import DraftTrainer
 
 # Keys of the configuration that were renamed since the recording, old dotted prefix -> new one.
-RENAMED: dict[str, str] = {}
+RENAMED: dict[str, str] = {
+    "warmup": "sft",
+    "trainer.warmup_steps": "sft.steps",
+    "training": "compute",
+}
 
 _ROOT = Path(__file__).parents[2]
 _CPU = "cpu"

@@ -111,10 +111,10 @@ def micro_batch(cfg: Config, sizes: Sizes) -> tuple[int, int, int]:
             opd.max_rejected_tokens or response if opd.rejected_stream_weight else 0
         )
         blocks = min(response, wanted)
-    if cfg.trainer.warmup_steps:
-        blocks = max(blocks, min(response, cfg.warmup.anchors_per_sample))
+    if cfg.sft.steps:
+        blocks = max(blocks, min(response, cfg.sft.anchors_per_sample))
     slots = blocks * sizes.block
-    room = max(cfg.training.max_tokens_per_micro_batch, context + slots)
+    room = max(cfg.compute.max_tokens_per_micro_batch, context + slots)
     share = room / (context + slots)
     return round(context * share), round(slots * share), slots
 
@@ -124,7 +124,7 @@ def trainer_lines(cfg: Config, sizes: Sizes) -> list[Line]:
     world, wide, narrow = (
         cfg.trainer.n_student_workers,
         _bytes(cfg.target.dtype),
-        _bytes(cfg.training.param_dtype),
+        _bytes(cfg.compute.param_dtype),
     )
     context, slots, slots_per_sample = micro_batch(cfg, sizes)
     hidden, width, kv = sizes.target_hidden, sizes.width, sizes.kv
@@ -135,9 +135,9 @@ def trainer_lines(cfg: Config, sizes: Sizes) -> list[Line]:
         + 24 * (width + kv)
     )
     per_context = (5 * kv + 2 * width) * narrow + 24 * kv
-    layers = 1 if cfg.training.gradient_checkpointing else sizes.draft_layers
+    layers = 1 if cfg.compute.gradient_checkpointing else sizes.draft_layers
     kept = (slots * per_slot + context * per_context) * layers
-    if cfg.training.gradient_checkpointing:
+    if cfg.compute.gradient_checkpointing:
         kept += slots * hidden * narrow * sizes.draft_layers
     mask = (
         slots * (cfg.data.max_prompt_length + cfg.data.max_response_length + slots_per_sample) * 3
@@ -147,10 +147,10 @@ def trainer_lines(cfg: Config, sizes: Sizes) -> list[Line]:
         * ((sizes.features + 1) * hidden + 4 * hidden + 3 * sizes.target_intermediate)
         * wide
     )
-    head = 4 * cfg.training.lm_head_chunk_size * sizes.vocab * 4
+    head = 4 * cfg.compute.lm_head_chunk_size * sizes.vocab * 4
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
     cached = min(
-        cfg.training.feature_cache_mb * 2**20,
+        cfg.compute.feature_cache_mb * 2**20,
         _samples(cfg) * longest * (sizes.features + 1) * hidden * wide,
     )
     return [
@@ -159,23 +159,21 @@ def trainer_lines(cfg: Config, sizes: Sizes) -> list[Line]:
             "draft: float32 weights, gradients, two moments", sizes.draft_params * 16 / world / GB
         ),
         Line(
-            f"draft: gathered weights and gradients in {cfg.training.param_dtype}",
+            f"draft: gathered weights and gradients in {cfg.compute.param_dtype}",
             sizes.draft_params * 2 * narrow / GB,
         ),
         Line(
             f"draft activations of {slots} slots and {context} context tokens", (kept + mask) / GB
         ),
         Line("target features and activations", target / GB),
-        Line(f"LM head, {cfg.training.lm_head_chunk_size} rows at a time", head / GB),
+        Line(f"LM head, {cfg.compute.lm_head_chunk_size} rows at a time", head / GB),
         *([Line("feature cache", cached / GB)] if cached else []),
     ]
 
 
 def _samples(cfg: Config) -> int:
     """Responses that a rank may meet: mini-batches deal them out anew."""
-    return cfg.data.train_batch_size * (
-        cfg.trainer.warmup_steps + (cfg.trainer.total_training_steps or 1)
-    )
+    return cfg.data.train_batch_size * (cfg.sft.steps + (cfg.trainer.total_training_steps or 1))
 
 
 def engine_lines(cfg: Config, sizes: Sizes, device: Device, memory: float | None) -> list[Line]:
@@ -338,9 +336,9 @@ def _report_memory(
     if memory and worst > memory:
         console.say(
             "note: that is more than a device has; lower rollout.gpu_memory_utilization, "
-            "training.max_tokens_per_micro_batch or "
-            "opd.max_response_anchors, or set training.gradient_checkpointing=true (is "
-            f"{cfg.training.gradient_checkpointing})"
+            "compute.max_tokens_per_micro_batch or "
+            "opd.max_response_anchors, or set compute.gradient_checkpointing=true (is "
+            f"{cfg.compute.gradient_checkpointing})"
         )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from verl_opd.compat import values
 from verl_opd.compat.values import UNREADABLE, Given, parsed, quoted
-from verl_opd.config.keys import is_known
+from verl_opd.config.keys import is_known, keys_of
 from verl_opd.errors import ConfigError
 
 
@@ -86,7 +86,7 @@ _OF_FAMILY = With(
 _OF_TEACHERS = With(
     ("teacher.replicas",), values.teachers, "devices of the pool, shared equally by the teachers"
 )
-_RUN_ANYHOW = "changes how a step runs, not what comes out; see the training section"
+_RUN_ANYHOW = "changes how a step runs, not what comes out; see the compute section"
 _SEEDED = "drawn from trainer.seed"
 _SGLANG = "settings of SGLang; the engine is vLLM, whose settings are rollout.engine_kwargs"
 _ONE_DEVICE = "every server runs on one device"
@@ -126,7 +126,7 @@ SECTIONS: dict[str, dict[str, Row]] = {
     "actor_rollout_ref.model": {
         "path": To("target.path"),
         "trust_remote_code": To("target.trust_remote_code"),
-        "enable_gradient_checkpointing": To("training.gradient_checkpointing", values.flag),
+        "enable_gradient_checkpointing": To("compute.gradient_checkpointing", values.flag),
         "enable_activation_offload": Drop(_OFFLOAD, (False,)),
         "use_remove_padding": Drop(_RUN_ANYHOW),
         "use_fused_kernels": Drop(_RUN_ANYHOW),
@@ -144,10 +144,10 @@ SECTIONS: dict[str, dict[str, Row]] = {
         "verl_dflash_draft_model_path": To("draft.path"),
         "verl_eagle3_draft_model_path": To("draft.path"),
         "verl_dflash_attention_impl": To(
-            "training.attention", values.ATTENTION, "flex_attention: sdpa"
+            "compute.attention", values.ATTENTION, "flex_attention: sdpa"
         ),
-        "verl_dflash_lm_head_chunk_size": To("training.lm_head_chunk_size"),
-        "verl_eagle3_lm_head_chunk_size": To("training.lm_head_chunk_size"),
+        "verl_dflash_lm_head_chunk_size": To("compute.lm_head_chunk_size"),
+        "verl_eagle3_lm_head_chunk_size": To("compute.lm_head_chunk_size"),
         "verl_dflash_response_anchor_stride": To("opd.response_anchor_stride"),
         "verl_eagle3_response_anchor_stride": To("opd.response_anchor_stride"),
         "verl_dflash_max_response_anchors": To("opd.max_response_anchors"),
@@ -184,13 +184,13 @@ SECTIONS: dict[str, dict[str, Row]] = {
         ),
         "ppo_epochs": To("trainer.update_epochs"),
         "ppo_max_token_len_per_gpu": To(
-            "training.max_tokens_per_micro_batch", note="the slots of the draft count too"
+            "compute.max_tokens_per_micro_batch", note="the slots of the draft count too"
         ),
         "ppo_micro_batch_size_per_gpu": Drop(
-            "micro-batches are filled by tokens: training.max_tokens_per_micro_batch"
+            "micro-batches are filled by tokens: compute.max_tokens_per_micro_batch"
         ),
         "ppo_micro_batch_size": Drop(
-            "micro-batches are filled by tokens: training.max_tokens_per_micro_batch"
+            "micro-batches are filled by tokens: compute.max_tokens_per_micro_batch"
         ),
         "use_dynamic_bsz": Drop("micro-batches are filled by tokens, with the same result"),
         "use_torch_compile": Drop(_RUN_ANYHOW),
@@ -218,10 +218,10 @@ SECTIONS: dict[str, dict[str, Row]] = {
         "optim.total_training_steps": Drop("follows from the length of the run", (-1, None)),
         "optim.optimizer": Drop("AdamW", ("AdamW",)),
         "fsdp_config.seed": To("trainer.seed"),
-        "fsdp_config.dtype": To("training.param_dtype", values.DTYPES),
-        "fsdp_config.mixed_precision.param_dtype": To("training.param_dtype", values.DTYPES),
+        "fsdp_config.dtype": To("compute.param_dtype", values.DTYPES),
+        "fsdp_config.mixed_precision.param_dtype": To("compute.param_dtype", values.DTYPES),
         "fsdp_config.model_dtype": Drop(
-            "master weights are float32; training.param_dtype is what a step computes in",
+            "master weights are float32; compute.param_dtype is what a step computes in",
             ("fp32", "float32"),
         ),
         "fsdp_config.param_offload": Drop(_OFFLOAD, (False,)),
@@ -406,6 +406,7 @@ SECTIONS: dict[str, dict[str, Row]] = {
             "times trainer.nnodes, 1 when not given",
         ),
         "default_local_dir": To("trainer.run_dir", note="holds all of the run"),
+        "warmup_steps": To("sft.steps"),
         "logger": To(
             "trainer.logger", values.loggers, "a list inside a string is read; file: jsonl"
         ),
@@ -448,6 +449,8 @@ SECTIONS: dict[str, dict[str, Row]] = {
         "num_cpus": To("ray.num_cpus"),
         "runtime_env.*": To("ray.runtime_env.*"),
     },
+    "warmup": {name: To(f"sft.{name}") for name in keys_of("sft") if name != "steps"},
+    "training": {name: To(f"compute.{name}") for name in keys_of("compute")},
 }
 TABLE: dict[str, Row] = {
     f"{section}.{name}": row for section, rows in SECTIONS.items() for name, row in rows.items()

@@ -11,6 +11,9 @@ from typing import Any, get_origin, get_type_hints
 
 from verl_opd.config.schema import Config
 
+# Keys and sections of earlier versions -> what they are called now.
+RENAMED = {"warmup": "sft", "training": "compute", "trainer.warmup_steps": "sft.steps"}
+
 
 @cache
 def _tables() -> tuple[frozenset[str], dict[str, str], frozenset[str]]:
@@ -54,6 +57,20 @@ def is_known(key: str) -> bool:
     free-form section.
     """
     return key in _tables()[0] or is_section(key) or is_free_form(key)
+
+
+def renamed(key: str) -> str | None:
+    """Today's name of a key of an earlier version; None for every other one."""
+    for old, new in RENAMED.items():
+        if key == old or (key.startswith(f"{old}.") and is_known(new + key[len(old) :])):
+            return new + key[len(old) :]
+    return None
+
+
+def keys_of(section: str) -> list[str]:
+    """Names of the values of a section, sorted."""
+    prefix = f"{section}."
+    return sorted(key.removeprefix(prefix) for key in _tables()[0] if key.startswith(prefix))
 
 
 def nearest_key(key: str) -> str:

@@ -17,7 +17,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from verl_opd.compat.aliases import translate
-from verl_opd.config.keys import is_free_form, is_known, is_section, nearest_key, section_of
+from verl_opd.config.keys import (
+    is_free_form,
+    is_known,
+    is_section,
+    nearest_key,
+    renamed,
+    section_of,
+)
 from verl_opd.config.recipes import find_recipe, resolve_path, shipped_root
 from verl_opd.config.schema import Config
 from verl_opd.config.validate import validate
@@ -139,6 +146,8 @@ def _refuse_unknown(section: str, node: Any) -> None:
 
 
 def _unknown(key: str, value: Any, where: str = "") -> ConfigError:
+    if new := renamed(key):
+        return ConfigError(f"{where}{key} (value {value!r}) is now called {new}")
     return ConfigError(
         f"{where}unknown key {key} (value {value!r}): did you mean {nearest_key(key)}?"
     )

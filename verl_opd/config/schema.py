@@ -163,11 +163,12 @@ class TeacherConfig:
 
 
 @dataclass
-class WarmupConfig:
-    """How warm-up steps (trainer.warmup_steps) supervise whole blocks at sampled anchors, on fresh
+class SftConfig:
+    """How warm-up steps (sft.steps) supervise whole blocks at sampled anchors, on fresh
     target text or on given conversations.
     """
 
+    steps: int = 0  # rollout steps of whole-block warm-up before OPD starts
     files: list[str] = field(
         default_factory=list
     )  # JSONL conversations to learn from; empty = text that the target writes meanwhile
@@ -194,7 +195,7 @@ class OptimConfig:
 
 
 @dataclass
-class TrainingConfig:
+class ComputeConfig:
     """How a step is executed. None of these keys changes its result beyond rounding."""
 
     # forward/backward dtype of the draft; master weights and optimiser are float32
@@ -225,7 +226,6 @@ class TrainerConfig:
     # passes over each rollout batch; the second and later ones learn from slightly older drafts'
     # states
     update_epochs: int = 1
-    warmup_steps: int = 0  # rollout steps of whole-block warm-up before OPD starts
     test_freq: int = -1  # validate every N OPD steps; -1 = only before / after warm-up / after OPD
     val_before_train: bool = True
     # checkpoint every N steps; -1 = only after warm-up, validations and at the end
@@ -261,8 +261,8 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     opd: OpdConfig = field(default_factory=OpdConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
-    warmup: WarmupConfig = field(default_factory=WarmupConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
-    training: TrainingConfig = field(default_factory=TrainingConfig)
+    compute: ComputeConfig = field(default_factory=ComputeConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     ray: RayConfig = field(default_factory=RayConfig)

@@ -34,9 +34,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "opd.response_loss": RESPONSE_LOSSES,
     "opd.rejected_loss": REJECTED_LOSSES,
     "teacher.source": TEACHER_SOURCES,
-    "warmup.loss": tuple(name for name in RESPONSE_LOSSES if name != TOP_K_LOSS),
-    "training.param_dtype": ("bfloat16", "float32"),
-    "training.attention": ("sdpa", "eager"),
+    "sft.loss": tuple(name for name in RESPONSE_LOSSES if name != TOP_K_LOSS),
+    "compute.param_dtype": ("bfloat16", "float32"),
+    "compute.attention": ("sdpa", "eager"),
     "trainer.device": ("auto", "cpu", "cuda", "npu"),
     "trainer.resume_mode": ("auto", "disable", "path"),
     "trainer.logger": ("console", "jsonl", "tensorboard", "wandb"),
@@ -61,12 +61,12 @@ _AT_LEAST_1 = [
     "teacher.replicas",
     "teacher.top_k",
     "teacher.max_num_seqs",
-    "warmup.updates_per_step",
-    "warmup.samples_per_update",
-    "warmup.anchors_per_sample",
-    "training.max_tokens_per_micro_batch",
-    "training.lm_head_chunk_size",
-    "training.num_threads",
+    "sft.updates_per_step",
+    "sft.samples_per_update",
+    "sft.anchors_per_sample",
+    "compute.max_tokens_per_micro_batch",
+    "compute.lm_head_chunk_size",
+    "compute.num_threads",
     "trainer.n_student_workers",
     "trainer.nnodes",
     "trainer.total_epochs",
@@ -88,7 +88,7 @@ _AT_LEAST_0 = [
     "optim.weight_decay",
     "trainer.total_training_steps",
     "trainer.max_restarts",
-    "trainer.warmup_steps",
+    "sft.steps",
     "trainer.seed",
 ]
 _POSITIVE = [
@@ -100,7 +100,7 @@ _POSITIVE = [
     "rollout.request_timeout",
     "rollout.stall_timeout",
     "opd.loss_max_clamp",
-    "warmup.lr",
+    "sft.lr",
     "optim.lr",
     "optim.grad_clip",
 ]
@@ -110,7 +110,7 @@ _FRACTION_WITHOUT_0 = [
     "teacher.gpu_memory_utilization",
     "opd.rejected_position_decay",
     "opd.response_position_decay",
-    "warmup.position_decay",
+    "sft.position_decay",
 ]
 _FRACTION_WITH_0 = [
     "optim.min_lr_ratio",
@@ -224,7 +224,7 @@ def _check_files(cfg: Config) -> None:
     if not cfg.data.train_files:
         raise ConfigError("data.train_files=[] is empty: name at least one JSONL file")
     named = [("data.train_files", path) for path in cfg.data.train_files]
-    named += [("warmup.files", path) for path in cfg.warmup.files]
+    named += [("sft.files", path) for path in cfg.sft.files]
     named += [(f"data.val_files.{name}", path) for name, path in cfg.data.val_files.items()]
     for key, path in named:
         if not Path(path).is_file():
@@ -357,7 +357,7 @@ def _check_streams(cfg: Config) -> None:
     for key, value in (
         ("opd.response_loss", opd.response_loss),
         ("opd.rejected_loss", opd.rejected_loss),
-        ("warmup.loss", cfg.warmup.loss),
+        ("sft.loss", cfg.sft.loss),
     ):
         if value == "k1" and not (opd.policy_gradient and key == "opd.response_loss"):
             raise ConfigError(

@@ -160,9 +160,9 @@ def prepare(cfg: Config) -> Job:
     }
     conversations = partial(
         load_conversations,
-        cfg.warmup.files,
+        cfg.sft.files,
         tokenizer,
-        key=cfg.warmup.messages_key,
+        key=cfg.sft.messages_key,
         max_length=data.max_prompt_length + data.max_response_length,
         stop_ids=stop_ids,
         template_kwargs=data.apply_chat_template_kwargs,
@@ -176,7 +176,7 @@ def prepare(cfg: Config) -> Job:
         train,
         report,
         benchmarks,
-        cache(conversations) if cfg.warmup.files else None,
+        cache(conversations) if cfg.sft.files else None,
         vocabulary,
         lambda ids: str(tokenizer.decode(list(ids))),
         reward,

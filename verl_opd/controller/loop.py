@@ -115,7 +115,7 @@ class Loop:
             self._sync()
         if self.cfg.trainer.val_before_train:
             self._validate_stage("before")
-        warmup_steps = self.cfg.trainer.warmup_steps
+        warmup_steps = self.cfg.sft.steps
         if self.progress.warmup_step < warmup_steps:
             self.progress.results.pop(
                 "after_warmup", None
@@ -139,7 +139,7 @@ class Loop:
         drafting where the engine can.
         """
         self.fleet.set_drafting(False)
-        while self.progress.warmup_step < self.cfg.trainer.warmup_steps:
+        while self.progress.warmup_step < self.cfg.sft.steps:
             self._stop_if_asked()
             metrics: list[StepMetrics] = []
             if self.conversations is None:
@@ -148,7 +148,7 @@ class Loop:
                 metrics.append(rollout_metrics(samples, self.cfg.data.max_response_length))
             self.fleet.sleep()
             with self.clock.part("update_actor"):
-                for index in range(self.cfg.warmup.updates_per_step):
+                for index in range(self.cfg.sft.updates_per_step):
                     samples = (
                         self._warmup_samples(index)
                         if self.conversations is None
@@ -164,32 +164,32 @@ class Loop:
 
     def _warmup_samples(self, index: int) -> list[RolloutSample]:
         """What update `index` of this step learns from, drawn from all text so far."""
-        pool, warmup = self.progress.pool, self.cfg.warmup
-        count = min(warmup.samples_per_update, len(pool))
+        pool, sft = self.progress.pool, self.cfg.sft
+        count = min(sft.samples_per_update, len(pool))
         chosen = item_rng(self.cfg.trainer.seed, self._warmup_index(index), "pool").choice(
             len(pool), size=count, replace=False
         )
         return [pool[i] for i in sorted(chosen)]
 
     def _warmup_index(self, index: int) -> int:
-        return self.progress.warmup_step * self.cfg.warmup.updates_per_step + index
+        return self.progress.warmup_step * self.cfg.sft.updates_per_step + index
 
     def _warmup_update(self, index: int, samples: Sequence[RolloutSample]) -> list[StepMetrics]:
-        warmup, seed, update = self.cfg.warmup, self.cfg.trainer.seed, self._warmup_index(index)
+        sft, seed, update = self.cfg.sft, self.cfg.trainer.seed, self._warmup_index(index)
         plans = [
             restrict_labels(
                 plan_warmup(
                     sample,
                     block_size=self.block_size,
-                    anchors_per_sample=warmup.anchors_per_sample,
+                    anchors_per_sample=sft.anchors_per_sample,
                     rng=item_rng(seed, update, sample.sample_id),
                 ),
                 self.proposable,
             )
             for sample in samples
         ]
-        total = self.cfg.trainer.warmup_steps * warmup.updates_per_step
-        lr = lr_at(update, total, self.cfg.optim, warmup.lr)
+        total = self.cfg.sft.steps * sft.updates_per_step
+        lr = lr_at(update, total, self.cfg.optim, sft.lr)
         items = [self._item(sample, plan) for sample, plan in zip(samples, plans, strict=True)]
         return self._update(samples, items, warmup_loss_spec(self.cfg), lr)
 

@@ -282,23 +282,23 @@ def _position(job: Job, store: CheckpointStore, checkpoint: Path | None) -> Posi
         state = store.read_state(checkpoint)
         at.loader.load_state(state["data"])
         at.progress = Progress.from_state(state["progress"])
-    if at.progress.warmup_step < job.cfg.trainer.warmup_steps:
+    if at.progress.warmup_step < job.cfg.sft.steps:
         _place_conversations(at, job, state.get("conversations"))
     return at
 
 
 def _place_conversations(at: Position, job: Job, state: dict[str, Any] | None) -> None:
-    warmup, data = job.cfg.warmup, job.cfg.data
+    sft, data = job.cfg.sft, job.cfg.data
     if at.progress.warmup_step and (state is None) != (job.conversations is None):
         raise ConfigError(
-            f"the checkpoint was written {'without' if state is None else 'with'} warmup.files, in "
+            f"the checkpoint was written {'without' if state is None else 'with'} sft.files, in "
             "the middle of warm-up: "
             "restore the key to resume, or start a new run from the exported draft with draft.path"
         )
     if job.conversations is not None:
         samples, report = job.conversations()
         at.conversations = Loader(
-            samples, warmup.samples_per_update, data.shuffle, data.seed, "warmup.samples_per_update"
+            samples, sft.samples_per_update, data.shuffle, data.seed, "sft.samples_per_update"
         )
         at.given = f"given  {len(samples)} conversations ({report})\n"
         if state is not None:
@@ -310,7 +310,7 @@ def _finished(job: Job, run: RunDir, store: CheckpointStore, checkpoint: Path | 
     progress = at.progress
     done = (
         progress.opd_step >= total_steps(job.cfg, at.loader)
-        and progress.warmup_step >= job.cfg.trainer.warmup_steps
+        and progress.warmup_step >= job.cfg.sft.steps
     )
     return checkpoint is not None and done and (run.root / "summary.json").exists()
 
@@ -403,7 +403,7 @@ def _headline(job: Job, run: RunDir, steps: int, checkpoint: Path | None, given:
         f"teacher {teacher}\n"
         f"data   {len(job.train)} prompts ({report}); {sum(map(len, job.benchmarks.values()))} "
         f"held out\n{given}"
-        f"plan   {cfg.trainer.warmup_steps} warm-up + {steps} OPD steps of "
+        f"plan   {cfg.sft.steps} warm-up + {steps} OPD steps of "
         f"{cfg.data.train_batch_size} prompts, "
         f"{cfg.trainer.n_student_workers} student worker(s) on {job.device.name}\nrun    "
         f"{run.root}\npython {sys.version.split()[0]}"

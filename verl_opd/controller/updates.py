@@ -38,11 +38,11 @@ def opd_loss_spec(cfg: Config) -> LossSpec:
 def warmup_loss_spec(cfg: Config) -> LossSpec:
     """Whole-block supervision: only the response stream, unclamped, earlier slots weighing more."""
     return LossSpec(
-        response_loss=cfg.warmup.loss,
+        response_loss=cfg.sft.loss,
         rejected_loss=cfg.opd.rejected_loss,
         response_stream_weight=1.0,
         rejected_stream_weight=0.0,
-        response_position_decay=cfg.warmup.position_decay,
+        response_position_decay=cfg.sft.position_decay,
         rejected_position_decay=1.0,
         loss_max_clamp=None,
         log_prob_min_clamp=None,

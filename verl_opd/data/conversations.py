@@ -100,10 +100,10 @@ def load_conversations(
         or getattr(tokenizer, "chat_template", None) is None
     ):
         raise ConfigError(
-            "warmup.files needs a target with a fast tokenizer and a chat template: its masks come "
+            "sft.files needs a target with a fast tokenizer and a chat template: its masks come "
             "from both"
         )
-    rows = read_rows(files, key, "warmup.messages_key")
+    rows = read_rows(files, key, "sft.messages_key")
     samples, invalid = list[RolloutSample](), list[str]()
     overlong = unsupervised = context = open_turns = tokens = 0
     for index, row in enumerate(rows):
@@ -140,7 +140,7 @@ def load_conversations(
     if not samples:
         raise ConfigError(
             f"no conversation is left of {', '.join(map(str, files))}: {report}; check "
-            "warmup.files and data.max_*_length"
+            "sft.files and data.max_*_length"
         )
     return samples, report
 

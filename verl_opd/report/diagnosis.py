@@ -38,7 +38,7 @@ SYMPTOMS: dict[str, Symptom] = {
             _MASK,
             _HEAD,
             _TEMPLATE,
-            "a random draft needs warm-up: trainer.warmup_steps",
+            "a random draft needs warm-up: sft.steps",
         ),
     ),
     "no_verify_steps": Symptom(

@@ -51,7 +51,7 @@ class DraftTrainer:
     call it, in the same order.
 
     Needs an initialised default process group. Master weights, gradients' reduction and AdamW state
-    are float32; forward and backward of the draft run in training.param_dtype.
+    are float32; forward and backward of the draft run in compute.param_dtype.
     """
 
     def __init__(
@@ -76,10 +76,10 @@ class DraftTrainer:
             dtype=cfg.target.dtype,
             layer_ids=self.family.layer_ids(draft_config),
             device=self.device,
-            attention=cfg.training.attention,
+            attention=cfg.compute.attention,
             trust_remote_code=cfg.target.trust_remote_code,
         )
-        cache_mb = cfg.training.feature_cache_mb
+        cache_mb = cfg.compute.feature_cache_mb
         self._frozen = frozen  # for sequences that are read once
         self.target: TargetBackend = CachedTarget(frozen, cache_mb << 20) if cache_mb else frozen
         draft = self.family.build(draft_config, seed=cfg.trainer.seed, init_std=cfg.draft.init_std)
@@ -90,11 +90,11 @@ class DraftTrainer:
                 draft, cfg.draft.path, {"embed_tokens.weight": table, "lm_head.weight": head}
             )
         self._has_confidence = self.family.confidence(draft) is not None
-        draft.gradient_checkpointing = cfg.training.gradient_checkpointing  # type: ignore[assignment]
+        draft.gradient_checkpointing = cfg.compute.gradient_checkpointing  # type: ignore[assignment]
         draft.to(self.device).train()
         mesh = init_device_mesh(self.device.type, (world_size,))
         policy = MixedPrecisionPolicy(
-            param_dtype=getattr(torch, cfg.training.param_dtype), reduce_dtype=torch.float32
+            param_dtype=getattr(torch, cfg.compute.param_dtype), reduce_dtype=torch.float32
         )
         for unit in [*self.family.shard_units(draft), draft]:
             fully_shard(unit, mesh=mesh, mp_policy=policy)
@@ -177,7 +177,7 @@ class DraftTrainer:
         to meet.
         """
         own: list[list[TrainItem] | None] = [
-            *split_micro_batches(items, self.cfg.training.max_tokens_per_micro_batch)
+            *split_micro_batches(items, self.cfg.compute.max_tokens_per_micro_batch)
         ]
         count = torch.tensor(len(own), device=self.device)
         dist.all_reduce(count, op=dist.ReduceOp.MAX)
@@ -283,7 +283,7 @@ class DraftTrainer:
         """
         count, longest = chains.branch_ids.shape
         head = self.target.lm_head_weight
-        at_once = max(1, self.cfg.training.max_tokens_per_micro_batch // max(1, longest))
+        at_once = max(1, self.cfg.compute.max_tokens_per_micro_batch // max(1, longest))
         parts = [
             scoring_hidden(
                 self._frozen.features(
@@ -298,7 +298,7 @@ class DraftTrainer:
     def _head(self) -> Head:
         """After a replay, while FSDP holds the root's weights whole."""
         chunk, own = (
-            self.cfg.training.lm_head_chunk_size,
+            self.cfg.compute.lm_head_chunk_size,
             self.family.own_head(self.draft, self.target.lm_head_weight),
         )
         return (

@@ -41,7 +41,7 @@ class TrainWorker:
         self._store: Any = None
         self._device = resolve_device(cfg.trainer.device)
         os.environ.update(actor_environment(self._device, "trainer", os.environ))
-        threads = cfg.training.num_threads or len(cores) or 1
+        threads = cfg.compute.num_threads or len(cores) or 1
         os.environ["OMP_NUM_THREADS"] = str(threads)
         if self._device.on_host and cores:
             os.sched_setaffinity(0, set(cores))

@@ -202,7 +202,7 @@ def test_engines_and_ranks_set_it_before_they_use_the_device(
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr("verl_opd.training.worker.redirect_output", lambda path: None)
     cfg = Config()
-    cfg.trainer.device, cfg.training.num_threads = "npu", torch.get_num_threads()
+    cfg.trainer.device, cfg.compute.num_threads = "npu", torch.get_num_threads()
     TrainWorker(cfg, {}, 0, 1, (), "log")
     assert os.environ["HCCL_NPU_SOCKET_PORT_RANGE"] == "auto"
 

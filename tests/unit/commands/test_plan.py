@@ -40,9 +40,9 @@ SIZES = Sizes(
 
 def config() -> Config:
     cfg = Config()
-    cfg.target.dtype, cfg.training.param_dtype = "float32", "bfloat16"
+    cfg.target.dtype, cfg.compute.param_dtype = "float32", "bfloat16"
     cfg.data.max_prompt_length, cfg.data.max_response_length = 20, 30
-    cfg.training.max_tokens_per_micro_batch, cfg.training.lm_head_chunk_size = 10, 5
+    cfg.compute.max_tokens_per_micro_batch, cfg.compute.lm_head_chunk_size = 10, 5
     cfg.opd.max_response_anchors = 5
     cfg.opd.rejected_stream_weight = 0
     return cfg
@@ -55,7 +55,7 @@ def test_the_largest_micro_batch_holds_at_least_one_of_the_longest_samples() -> 
         20,
         20,
     )  # 5 anchors of 4 slots, 50 tokens of context: more than the 10 that were asked for
-    cfg.training.max_tokens_per_micro_batch = 700
+    cfg.compute.max_tokens_per_micro_batch = 700
     assert micro_batch(cfg, SIZES) == (500, 200, 20)
     cfg.opd.max_response_anchors, cfg.opd.rejected_stream_weight = 0, 1
     assert micro_batch(cfg, SIZES)[2] == 30 * 4, "no more blocks than response tokens"
@@ -83,7 +83,7 @@ def test_parts_of_a_trainer_by_hand() -> None:
 def test_more_ranks_share_the_draft_and_checkpointing_keeps_one_layer() -> None:
     one, two, saving = config(), config(), config()
     two.trainer.n_student_workers = 2
-    saving.training.gradient_checkpointing = True
+    saving.compute.gradient_checkpointing = True
     parts = [
         {line.what: line.device for line in trainer_lines(cfg, SIZES)} for cfg in (one, two, saving)
     ]
@@ -126,7 +126,7 @@ def qwen3_4b() -> tuple[Config, Sizes]:
     cfg.opd.max_response_anchors, cfg.opd.max_rejected_tokens = 186, 0
     cfg.opd.rejected_first_only = True
     cfg.trainer.n_student_workers = 14
-    cfg.training.lm_head_chunk_size = 512
+    cfg.compute.lm_head_chunk_size = 512
     return cfg, sizes_of(cfg, target, QWEN3_4B_DFLASH)
 
 
@@ -166,11 +166,11 @@ MEASURED = {
         [
             "trainer.n_student_workers=1",
             "rollout.kv_cache_gb=2",
-            "training.max_tokens_per_micro_batch=8192",
-            "training.lm_head_chunk_size=1024",
-            "training.feature_cache_mb=0",
-            "training.param_dtype=float32",
-            "trainer.warmup_steps=1",
+            "compute.max_tokens_per_micro_batch=8192",
+            "compute.lm_head_chunk_size=1024",
+            "compute.feature_cache_mb=0",
+            "compute.param_dtype=float32",
+            "sft.steps=1",
             "trainer.total_training_steps=2",
         ],
         8.0,

@@ -273,9 +273,9 @@ def test_a_whole_launcher_composes_and_is_valid(monkeypatch: pytest.MonkeyPatch)
         cfg.teacher.top_k,
     ) == (0.4, 0.2, 1)
     assert (
-        cfg.training.attention,
-        cfg.training.gradient_checkpointing,
-        cfg.training.lm_head_chunk_size,
+        cfg.compute.attention,
+        cfg.compute.gradient_checkpointing,
+        cfg.compute.lm_head_chunk_size,
     ) == ("sdpa", True, 512)
     assert (cfg.trainer.run_dir, cfg.trainer.logger, cfg.trainer.resume_mode) == (
         "/ckpt",

@@ -117,6 +117,7 @@ def test_entries_of_free_form_sections_can_be_deleted(tmp_path: Path, recipe: st
         ("+quickstart=1", ["quickstart", "1"]),
         ("data.seed.x=3", ["data.seed.x", "data.seed?"]),
         ("data@rollout=3", ["data@rollout"]),
+        ("warmup.nope=3", ["warmup.nope"]),
     ],
 )
 def test_unknown_key_names_key_value_and_nearest(
@@ -161,6 +162,12 @@ def test_wrong_values_and_wrong_syntax(recipe: str, override: str, parts: list[s
         (
             "data:\n  trian_files: [x]\n",
             ["recipe bad", "data.trian_files", "['x']", "data.train_files?"],
+        ),
+        ("warmup: {lr: 1}\n", ["recipe bad: warmup ", "now called sft"]),
+        ("training:\n  attention: sdpa\n", ["recipe bad: training ", "now called compute"]),
+        (
+            "trainer:\n  warmup_steps: 3\n",
+            ["recipe bad: trainer.warmup_steps (value 3) is now called sft.steps"],
         ),
         ("data:\n  seed: abc\n", ["recipe bad", "data.seed='abc'"]),
         ("data: 3\n", ["recipe bad", "data=3", "section"]),

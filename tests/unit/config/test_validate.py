@@ -68,9 +68,9 @@ def test_what_works_passes(recipe: str, overrides: list[str]) -> None:
         (["opd.reward=a:b"], ["opd.reward=a:b", "opd.policy_gradient=true"]),
         (["opd.clip_ratio=0"], ["opd.clip_ratio=0", "greater than 0"]),
         (["opd.rejected_loss=tv"], ["opd.rejected_loss='tv'", "k3"]),
-        (["warmup.loss=mse"], ["warmup.loss='mse'", "cross_entropy"]),
+        (["sft.loss=mse"], ["sft.loss='mse'", "cross_entropy"]),
         (["target.dtype=int8"], ["target.dtype='int8'", "bfloat16"]),
-        (["training.param_dtype=float16"], ["training.param_dtype='float16'", "float32"]),
+        (["compute.param_dtype=float16"], ["compute.param_dtype='float16'", "float32"]),
         (["trainer.device=tpu"], ["trainer.device='tpu'", "npu"]),
         (["trainer.resume_mode=yes_please"], ["trainer.resume_mode='yes_please'", "disable"]),
         (["trainer.logger=[console,mlflow]"], ["trainer.logger='mlflow'", "tensorboard"]),
@@ -82,7 +82,7 @@ def test_what_works_passes(recipe: str, overrides: list[str]) -> None:
         (["rollout.top_p=0"], ["rollout.top_p=0", "(0, 1]"]),
         (["opd.rejected_position_decay=0"], ["opd.rejected_position_decay=0", "(0, 1]"]),
         (["opd.response_position_decay=1.1"], ["opd.response_position_decay=1.1", "(0, 1]"]),
-        (["warmup.position_decay=-0.5"], ["warmup.position_decay=-0.5", "(0, 1]"]),
+        (["sft.position_decay=-0.5"], ["sft.position_decay=-0.5", "(0, 1]"]),
         (["optim.min_lr_ratio=2"], ["optim.min_lr_ratio=2", "[0, 1]"]),
         (["rollout.top_k=0"], ["rollout.top_k=0", "-1"]),
         (["trainer.save_freq=0"], ["trainer.save_freq=0", "-1"]),
@@ -192,7 +192,7 @@ def test_a_model_path_that_is_a_file(recipe: str) -> None:
 
 def test_choices_are_those_of_the_code_that_reads_them() -> None:
     assert CHOICES["opd.response_loss"] == RESPONSE_LOSSES
-    assert set(RESPONSE_LOSSES) - set(CHOICES["warmup.loss"]) == {TOP_K_LOSS}, (
+    assert set(RESPONSE_LOSSES) - set(CHOICES["sft.loss"]) == {TOP_K_LOSS}, (
         "no server scores warm-up text"
     )
     assert CHOICES["opd.rejected_loss"] == REJECTED_LOSSES

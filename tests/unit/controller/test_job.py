@@ -107,8 +107,8 @@ def test_warm_up_on_conversations_goes_on_where_it_was_and_other_ones_are_refuse
     """G1, G5: the same conversations in the same order; another file, or none, only once warm-up is
     done with them.
     """
-    cfg.data.train_batch_size, cfg.warmup.samples_per_update, cfg.trainer.warmup_steps = 1, 1, 4
-    cfg.warmup.files = [conversations(tmp_path / "a.jsonl", "one", "two", "three", "four", "five")]
+    cfg.data.train_batch_size, cfg.sft.samples_per_update, cfg.sft.steps = 1, 1, 4
+    cfg.sft.files = [conversations(tmp_path / "a.jsonl", "one", "two", "three", "four", "five")]
     job, store = prepare(cfg), CheckpointStore(tmp_path / "run", keep_last=1)
     whole, at = _position(job, store, None), _position(job, store, None)
     assert "5 conversations (5 rows read" in at.given
@@ -122,20 +122,20 @@ def test_warm_up_on_conversations_goes_on_where_it_was_and_other_ones_are_refuse
         sample.sample_id for _ in range(2) for sample in resumed.conversations.next_batch()
     ] == order[3:]
 
-    cfg.warmup.files = [conversations(tmp_path / "b.jsonl", "one", "two", "three", "four", "six")]
+    cfg.sft.files = [conversations(tmp_path / "b.jsonl", "one", "two", "three", "four", "six")]
     with pytest.raises(ConfigError, match="other data settings"):
         _position(prepare(cfg), store, saved)
-    cfg.warmup.files = []
-    with pytest.raises(ConfigError, match=r"written with warmup\.files, in the middle of warm-up"):
+    cfg.sft.files = []
+    with pytest.raises(ConfigError, match=r"written with sft\.files, in the middle of warm-up"):
         _position(prepare(cfg), store, saved)
     done = checkpoint(store, job, at, warmup_step=4, opd_step=1)
     assert _position(prepare(cfg), store, done).conversations is None
 
 
 def test_conversations_are_read_only_while_warm_up_learns_from_them(cfg: Config, tmp_path: Path):
-    cfg.data.train_batch_size, cfg.warmup.files = 1, [str(tmp_path / "not there")]
+    cfg.data.train_batch_size, cfg.sft.files = 1, [str(tmp_path / "not there")]
     job, store = prepare(cfg), CheckpointStore(tmp_path / "run", keep_last=1)
     assert _position(job, store, None).conversations is None  # no warm-up steps
-    cfg.trainer.warmup_steps = 1
+    cfg.sft.steps = 1
     with pytest.raises(ConfigError, match="not there cannot be read"):
         _position(job, store, None)

@@ -79,7 +79,7 @@ def test_a_phase_that_trains_again_is_measured_again(
             measured.append(stage)
 
     cfg = Config()
-    cfg.trainer.warmup_steps = 6
+    cfg.sft.steps = 6
     loop = SimpleNamespace(
         cfg=cfg,
         progress=progress,

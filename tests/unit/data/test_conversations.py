@@ -217,6 +217,6 @@ def test_a_tokenizer_that_gives_no_positions_is_refused(tmp_path: Path) -> None:
     plain = tokenizer_of("smollm2")
     plain.chat_template = None
     with pytest.raises(
-        ConfigError, match=r"warmup\.files needs a target with a fast tokenizer and a chat template"
+        ConfigError, match=r"sft\.files needs a target with a fast tokenizer and a chat template"
     ):
         load(write(tmp_path / "a.jsonl", turns("a", "b")), plain)

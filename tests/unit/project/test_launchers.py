@@ -87,8 +87,8 @@ def test_the_16_card_node_is_laid_out_as_published(
     assert (cfg["rollout"]["num_speculative_tokens"], cfg["draft"]["block_size"]) == (7, 8)
     assert (
         cfg["opd"]["max_response_anchors"],
-        cfg["training"]["attention"],
-        cfg["training"]["gradient_checkpointing"],
+        cfg["compute"]["attention"],
+        cfg["compute"]["gradient_checkpointing"],
     ) == (
         186,
         "sdpa",
@@ -147,7 +147,7 @@ def test_the_names_that_users_know_reach_their_keys(tmp_path: Path) -> None:
         cfg["optim"]["lr"],
     ) == (100, 200, 1e-5)
     assert (cfg["opd"]["max_response_anchors"], cfg["rollout"]["enforce_eager"]) == (9, False)
-    assert cfg["training"]["gradient_checkpointing"] is False
+    assert cfg["compute"]["gradient_checkpointing"] is False
     assert cfg["rollout"]["engine_kwargs"]["compilation_config"] == names["VLLM_COMPILATION_CONFIG"]
 
 
