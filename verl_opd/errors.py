@@ -7,26 +7,30 @@ class ConfigError(ValueError):
     """
 
 
+class HubUnreachable(ConfigError):
+    """A model is neither a local directory nor a hub repository that can be read from here."""
+
+
 class RunError(RuntimeError):
-    """Something went wrong in a run that only its message has to explain; the CLI prints it without
-    a traceback and exits 1.
+    """A run failed for a reason that its message explains; the CLI prints it without a traceback
+    and exits 1.
     """
 
 
 class WeightSyncError(RunError):
-    """The engine does not hold the draft that was pushed to it."""
+    """The engine does not hold the draft that was sent to it."""
 
 
 class WorkerDied(RunError):
-    """A process of the run is gone; the run can go on from its last checkpoint."""
+    """A process of the run has ended; the run can continue from its last checkpoint."""
 
 
 class CheckpointError(RunError):
-    """A checkpoint could not be written; those before it are untouched."""
+    """A checkpoint could not be written; earlier ones are untouched."""
 
 
 class ReplayError(RunError):
-    """Training does not replay what the engine drafted."""
+    """Training does not reproduce what the engine drafted."""
 
 
 class RolloutError(RunError):

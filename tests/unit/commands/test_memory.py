@@ -8,8 +8,9 @@ import pytest
 from transformers import LlamaConfig, Qwen3Config
 
 from tests.drafts import QWEN3_4B_DFLASH
-from verl_opd.commands.plan import (
+from verl_opd.commands.memory import (
     GB,
+    Micro,
     Sizes,
     engine_lines,
     estimate,
@@ -50,15 +51,12 @@ def config() -> Config:
 
 def test_the_largest_micro_batch_holds_at_least_one_of_the_longest_samples() -> None:
     cfg = config()
-    assert micro_batch(cfg, SIZES) == (
-        50,
-        20,
-        20,
-    )  # 5 anchors of 4 slots, 50 tokens of context: more than the 10 that were asked for
+    # 5 anchors of 4 slots, 50 tokens of context: more than the 10 that the configuration allows
+    assert micro_batch(cfg, SIZES) == Micro(50, 20, slots_per_sample=20)
     cfg.compute.max_tokens_per_micro_batch = 700
-    assert micro_batch(cfg, SIZES) == (500, 200, 20)
+    assert micro_batch(cfg, SIZES) == Micro(500, 200, slots_per_sample=20)
     cfg.opd.max_response_anchors, cfg.opd.rejected_stream_weight = 0, 1
-    assert micro_batch(cfg, SIZES)[2] == 30 * 4, "no more blocks than response tokens"
+    assert micro_batch(cfg, SIZES).slots_per_sample == 30 * 4, "no more blocks than response tokens"
 
 
 def test_parts_of_a_trainer_by_hand() -> None:
