@@ -85,9 +85,9 @@ def _run_recipe(
         return
     cfg = load_config(recipe, overrides)
     if verb == "doctor":  # looks at the values itself, beside everything else
-        from verl_opd.commands.doctor import report
+        from verl_opd.commands.doctor import print_diagnosis
 
-        if not report(cfg):
+        if not print_diagnosis(cfg):
             raise ConfigError(
                 "this machine or configuration is not ready; see the lines marked MISSING"
             )

@@ -1,4 +1,8 @@
-"""Errors a user can act on."""
+"""Errors that a user can act on, and what checks of a machine report. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
 
 
 class ConfigError(ValueError):
@@ -35,3 +39,13 @@ class ReplayError(RunError):
 
 class RolloutError(RunError):
     """The engine could not start, or failed while generating."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check of a machine or an installation."""
+
+    what: str  # what was checked
+    level: str  # ok | note (worth knowing, stops nothing) | error
+    seen: str  # what was found
+    remedy: str = ""  # what to do about a note or an error

@@ -21,8 +21,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 INJURIES = [
     ("VLLM::EngineCor", signal.SIGKILL),
     ("VLLM::Worker", signal.SIGSTOP),
-    ("ray::AgentLoopR", signal.SIGKILL),
-    ("ray::RolloutEng", signal.SIGKILL),
+    ("ray::AgentLoopW", signal.SIGKILL),
+    ("ray::RolloutSer", signal.SIGKILL),
     ("ray::TrainWorker", signal.SIGKILL),
 ]
 
