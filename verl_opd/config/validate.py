@@ -150,7 +150,7 @@ _OWNED_BY_TEACHERS: dict[str, str] = {
     "model": "teacher.models",
 }
 _QUICKSTART_TARGET = "/SmolLM2-135M-Instruct"
-_PREPARE = "`make quickstart` or `python -m verl_opd.commands.prepare` makes this one"
+_PREPARE = "`make quickstart` or `verl-opd prepare` makes this one"
 _PARALLEL_KWARGS = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
 
