@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Draft-OPD on several nodes of a running Ray cluster (docs/clusters.md), with NNODES x GPUS_PER_NODE
+# Draft-OPD on several nodes of a running Ray cluster (docs/clusters.md): NNODES x GPUS_PER_NODE
 # students. Run it on one of the nodes:
 #   RAY_ADDRESS=10.0.0.1:6379 NNODES=2 TRAIN_FILES=/shared/prompts.jsonl RUN_DIR=/shared/runs/a \
 #       examples/multi_node.sh [key=value ...]
