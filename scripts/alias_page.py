@@ -1,6 +1,5 @@
-"""Print docs/aliases.md from the table of names of verl and Draft-OPD.
-
-Run: python scripts/alias_page.py > docs/aliases.md
+"""Prints docs/aliases.md from the table of names of verl and Draft-OPD: python
+scripts/alias_page.py > docs/aliases.md
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ _PINNED = re.compile(r"torch.*|triton.*|vllm.*|transformers|numpy")
 class Step:
     """One command of an installation."""
 
-    name: str
-    reason: str
+    name: str  # as printed
+    reason: str  # why the step is needed
     command: tuple[str, ...]  # program and arguments
     repairs: tuple[str, ...] = ()  # findings (by `what`) that are no longer errors after it
 
@@ -100,7 +100,7 @@ def missing(packages: Mapping[str, str], requirements: Collection[str]) -> dict[
 class Planner:
     """Makes the steps of an installation."""
 
-    machine: Machine
+    machine: Machine  # as found
     row: VersionRow  # versions to install
     root: Path  # the checkout
     python: str  # interpreter that runs pip

@@ -26,11 +26,11 @@ class WeightSyncError(RunError):
 
 
 class WorkerDied(RunError):
-    """A process of the run has ended; the run can continue from its last checkpoint."""
+    """A process of the run is gone; the run can go on from its last checkpoint."""
 
 
 class CheckpointError(RunError):
-    """A checkpoint could not be written; earlier ones are untouched."""
+    """A checkpoint could not be written; those before it are untouched."""
 
 
 class ReplayError(RunError):

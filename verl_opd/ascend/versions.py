@@ -41,14 +41,14 @@ class Version(NamedTuple):
 class VersionRow:
     """Versions that fit together: one entry of third_party/versions.json."""
 
-    vllm: str
-    vllm_ascend: tuple[str, ...]  # accepted versions, the preferred one first; so are the others
+    vllm: str  # release, also the name of the row
+    vllm_ascend: tuple[str, ...]  # accepted versions, the preferred one first
     git: Mapping[str, str]  # commit or tag that each engine is built from
-    torch: str
-    torch_npu: tuple[str, ...]
-    cann: tuple[str, ...]
-    triton_ascend: str
-    transformers: str
+    torch: str  # version
+    torch_npu: tuple[str, ...]  # accepted versions, the preferred one first
+    cann: tuple[str, ...]  # accepted versions, the preferred one first
+    triton_ascend: str  # version
+    transformers: str  # version
     python: str  # bounds, such as >=3.10,<3.13
 
 

@@ -27,14 +27,14 @@ GRAPHS = 1.5  # GB of captured graphs, outside of the engine's own share
 class Sizes:
     """Shapes of target and draft."""
 
-    target_params: int
-    target_hidden: int
-    target_intermediate: int
+    target_params: int  # parameters, tied ones once
+    target_hidden: int  # numbers of a hidden state, also of the draft's
+    target_intermediate: int  # rows of an MLP layer
     vocab: int  # tokens
     features: int  # target layers that the draft reads
-    draft_params: int
-    draft_layers: int
-    draft_intermediate: int
+    draft_params: int  # parameters
+    draft_layers: int  # decoder layers
+    draft_intermediate: int  # rows of an MLP layer
     width: int  # query heads x head size, of the draft
     kv: int  # key heads x head size, of the draft
     block: int  # slots of a draft block
@@ -44,7 +44,7 @@ class Sizes:
 class Line:
     """One part of an estimate."""
 
-    what: str
+    what: str  # as printed
     device: float = 0.0  # GB of device memory
     host: float = 0.0  # GB of host memory
     lasting: bool = False  # held also while the other one of trainer and engine works
@@ -56,7 +56,7 @@ class Micro:
 
     context: int  # tokens of all samples
     slots: int  # draft slots of all samples
-    slots_per_sample: int
+    slots_per_sample: int  # draft slots of one of the longest samples
 
 
 @dataclass(frozen=True)

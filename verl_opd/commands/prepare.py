@@ -205,7 +205,7 @@ def _split_digits(tokenizer: Any) -> None:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] = ()) -> int:
     """Exit code of `verl-opd prepare`: 0, or 2 for a problem that the user can fix."""
     parser = argparse.ArgumentParser(
         prog="verl-opd prepare",
@@ -222,4 +222,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

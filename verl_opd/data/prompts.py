@@ -20,7 +20,7 @@ class Prompt:
     """The input of one rollout."""
 
     sample_id: str  # row number over all files, from 0; the loader puts the epoch before it
-    data_source: str
+    data_source: str  # the row's, or else the name of its file
     prompt_ids: tuple[int, ...]  # [P] tokens of the chat template, generation prompt included
     messages: tuple[dict[str, Any], ...]  # what prompt_ids were made from
     teacher_key: str = ""  # the row's value of teacher.key; empty without one

@@ -22,7 +22,7 @@ class DataRow:
     """One row of a file."""
 
     place: str  # file:line
-    data_source: str
+    data_source: str  # the row's, or else the name of its file
     messages: tuple[dict[str, Any], ...]  # role, content and whatever else a template reads
     fields: dict[str, Any]  # all of the row except its messages
     tools: tuple[Any, ...] | None = None  # descriptions for the template; None = no tools

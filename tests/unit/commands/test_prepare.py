@@ -222,7 +222,7 @@ def test_the_directory_is_printed_and_options_are_unknown(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("VERL_OPD_CACHE", str(tmp_path))
-    assert prepare.main([]) == 0
+    assert prepare.main() == 0
     assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / MODEL_NAME)
     with pytest.raises(SystemExit):
         prepare.main(["--force"])
