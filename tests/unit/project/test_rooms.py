@@ -45,7 +45,7 @@ RAY_PLACES = ("controller/", "rollout/", "training/worker.py")
 VLLM_PLACES = ("engines/",)
 
 PROSE = (".md",)
-TEXT = (".sh", ".yaml", ".yml", ".toml", "Makefile", ".ci/run", "pyproject.toml")
+TEXT = (".sh", ".yaml", ".yml", ".toml", "Makefile", ".ci/run")
 
 
 def python_sources(*folders: str) -> dict[str, str]:
@@ -63,7 +63,7 @@ def package_sources() -> dict[str, str]:
 
 def other_texts() -> dict[str, str]:
     """Scripts, settings and pages, by path; neither third-party code nor recorded golden files."""
-    folders = ("docs", "examples", "recipes", "scripts", "verl_opd")
+    folders = ("docs", "examples", "recipes", "scripts")
     files = [
         *(file for file in ROOT.iterdir() if file.is_file()),
         *(file for folder in folders for file in (ROOT / folder).rglob("*") if file.is_file()),
