@@ -1,14 +1,17 @@
 #!/usr/bin/env bash
-# Makes verl-opd ready on a machine with Ascend NPUs: looks at what is there and installs only what is missing. Safe to run again.
+# Installs verl-opd on a machine with Ascend NPUs: checks what is installed and adds only what is
+# missing. Safe to run again.
 #
 #   ./install_npu.sh [--dry-run | --check] [--engines] [--row 0.21.0|0.23.0]
 #
 #   --dry-run  print every step and its reason, change nothing
 #   --check    only compare what is installed with third_party/versions.json
-#   --engines  build vllm and vllm-ascend from third_party/ though they are installed; needs SOC_VERSION
+#   --engines  build vllm and vllm-ascend from third_party/ although they are installed; needs
+#              SOC_VERSION
 #   --row      versions to install for; without it those of the installed vllm, else of CANN
 #
-# PYTHON=/path/to/python chooses the interpreter (default python3). torch and torch_npu are never installed, replaced or removed.
+# PYTHON=/path/to/python chooses the interpreter (default python3). torch and torch_npu are never
+# installed, replaced or removed.
 set -euo pipefail
 export PYTHONDONTWRITEBYTECODE=1 # a dry run leaves nothing behind
 
@@ -27,22 +30,25 @@ while (($#)); do
         --dry-run | --check) mode=${1#--}; shift ;;
         --engines) engines=(--engines); shift ;;
         --row) row=(--row "${2:?--row needs a vllm release}"); shift 2 ;;
-        -h | --help) sed -n '2,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+        -h | --help) sed -n '2,14s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
         *) die "unknown option $1 (see --help)" ;;
     esac
 done
-python=$(command -v "${PYTHON:-python3}") || die "${PYTHON:-python3} is not there: set PYTHON=/path/to/python, 3.10 to 3.12"
+python=$(command -v "${PYTHON:-python3}") ||
+    die "${PYTHON:-python3} is not there: set PYTHON=/path/to/python, 3.10 to 3.12"
 [[ $python == /* ]] || python=$PWD/$python
 cd "$root" # a working directory that holds a folder named vllm would hide the engine
 
-# Takes over the environment that a script of CANN sets. Such scripts read unset variables and their caller's arguments, and some end in a
-# failed command: a shell of its own, without -eu, runs them.
+# Exports the variables that a script of CANN sets. Such scripts read unset variables and their
+# caller's arguments, and some end in a failed command: a separate shell without -eu runs them.
 # shellcheck disable=SC2016
 source_env() {
     local pair
     while IFS= read -r -d '' pair; do
         if [[ $pair =~ ^[A-Za-z_][A-Za-z0-9_]*= ]]; then export "${pair?}"; fi
-    done < <(bash -c 'file=$1; set --; exec 3>&1 >&2; trap "env -0 >&3" EXIT; source "$file"' _ "$1")
+    done < <(
+        bash -c 'file=$1; set --; exec 3>&1 >&2; trap "env -0 >&3" EXIT; source "$file"' _ "$1"
+    )
 }
 
 load_cann() {
@@ -57,14 +63,18 @@ load_cann() {
 
 check() { "$python" "$planner" check "${row[@]}"; }
 
-torch_versions() { "$python" "$planner" pins --torch-only | grep -E '^torch(-npu)?==' | tr '\n' ' ' || true; }
+torch_versions() {
+    "$python" "$planner" pins --torch-only | grep -E '^torch(-npu)?==' | tr '\n' ' ' || true
+}
 
 perform() {
     local name=$1 command=$2 now
-    eval "$command" </dev/null || die "the step '$name' failed, its messages are above; a second run begins with it"
+    eval "$command" </dev/null ||
+        die "the step '$name' failed, its messages are above; a second run begins with it"
     now=$(torch_versions)
-    [[ $now == "$torch" ]] || die "the step '$name' changed torch from ${torch% } to ${now:-nothing}; to put it back:" \
-        "$python -m pip install --no-deps ${torch% }"
+    [[ $now == "$torch" ]] ||
+        die "the step '$name' changed torch from ${torch% } to ${now:-nothing}; to put it back:" \
+            "$python -m pip install --no-deps ${torch% }"
 }
 
 perform_all() {
@@ -86,14 +96,19 @@ if [[ $mode == install ]]; then
     scratch=$(mktemp -d)
     trap 'rm -rf "$scratch"' EXIT
 fi
-refused=
-plan=$("$python" "$planner" plan --shell --python "$python" --scratch "$scratch" "${engines[@]}" "${row[@]}") || refused=yes
-[[ -z $refused || $mode == dry-run ]] || die "nothing was changed; what stands in the way is listed above"
+blocked=
+options=(--shell --python "$python" --scratch "$scratch" "${engines[@]}" "${row[@]}")
+plan=$("$python" "$planner" plan "${options[@]}") || blocked=yes
+[[ -z $blocked || $mode == dry-run ]] ||
+    die "nothing was changed; what stands in the way is listed above"
 torch=$(torch_versions)
 if [[ -n $plan ]]; then perform_all "$plan"; else say "nothing is missing"; fi
 if [[ $mode == dry-run ]]; then
-    [[ -z $refused ]] || die "without --dry-run nothing would be done: what stands in the way is listed above"
+    [[ -z $blocked ]] ||
+        die "without --dry-run nothing would be done: what stands in the way is listed above"
     exit
 fi
 check
-if ((${#sourced[@]})); then say "in every shell that starts a run:$(printf ' source %s;' "${sourced[@]}")"; fi
+if ((${#sourced[@]})); then
+    say "in every shell that starts a run:$(printf ' source %s;' "${sourced[@]}")"
+fi

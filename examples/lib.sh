@@ -1,5 +1,6 @@
 # shellcheck shell=bash
-# Sourced by the launchers beside it: from environment variables to overrides, and from there to `verl-opd`. Ends nothing, holds no path.
+# Sourced by the launchers beside it: turns environment variables into overrides and runs `verl-opd`
+# with them.
 #
 #   DRY_RUN=1      print resolved configuration, environment and placement, and stop
 #   PYTHON=...     interpreter that has verl-opd (default: .venv of this checkout, else python3)
@@ -40,7 +41,7 @@ launch_keys=(
     EXPERIMENT_NAME=trainer.experiment_name
 )
 
-# Lists of files are written as one would on a command line: a.jsonl,b.jsonl
+# Lists of files are separated by commas, as on a command line: a.jsonl,b.jsonl
 launch_value() {
     case $1 in
         data.train_files | sft.files) printf '[%s]' "$2" ;;
@@ -56,8 +57,9 @@ launch_overrides() {
         name=${entry%%=*} key=${entry#*=}
         [[ -n ${!name:-} ]] && overrides+=("$key=$(launch_value "$key" "${!name}")")
     done
-    # one string for Hydra, JSON for the engine
-    [[ -n ${VLLM_COMPILATION_CONFIG:-} ]] && overrides+=("rollout.engine_kwargs.compilation_config='$VLLM_COMPILATION_CONFIG'")
+    # JSON for the engine, quoted as one string for Hydra
+    local graphs=${VLLM_COMPILATION_CONFIG:-}
+    [[ -n $graphs ]] && overrides+=("rollout.engine_kwargs.compilation_config='$graphs'")
     return 0
 }
 

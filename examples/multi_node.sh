@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
-# Draft-OPD over several nodes of a Ray cluster that runs already (docs/clusters.md). Run it on one of them; NNODES x GPUS_PER_NODE students.
-#   RAY_ADDRESS=10.0.0.1:6379 NNODES=2 TRAIN_FILES=/shared/prompts.jsonl RUN_DIR=/shared/runs/a examples/multi_node.sh [key=value ...]
+# Draft-OPD on several nodes of a running Ray cluster (docs/clusters.md): NNODES x GPUS_PER_NODE
+# students. Run it on one of the nodes:
+#   RAY_ADDRESS=10.0.0.1:6379 NNODES=2 TRAIN_FILES=/shared/prompts.jsonl RUN_DIR=/shared/runs/a \
+#       examples/multi_node.sh [key=value ...]
+# Variables: examples/lib.sh. DRY_RUN=1 only shows what would run.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 

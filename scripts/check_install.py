@@ -1,7 +1,5 @@
-"""Import what verl-opd stands on and print one summary; exit 1 with the reason when something does
-not work.
-
-Run by scripts/install.sh with the interpreter of the new environment.
+"""Import the packages that verl-opd needs and print one summary; exit 1 with the reason when one
+does not work. scripts/install.sh runs it with the interpreter of the new environment.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ def _import_package(name: str) -> None:
 
 
 def _import_models() -> None:
-    """Model classes import lazily: naming one is what finds a torchvision that does not fit."""
+    """Model classes are imported lazily; naming one shows whether torchvision fits."""
     import transformers
 
     for name in ("AutoModelForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM"):

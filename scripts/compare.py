@@ -1,9 +1,10 @@
-"""Supervision against on-policy distillation at equal wall-clock: several seeds, one warm-up each,
-every variant continued from it.
+"""Compares supervision with on-policy distillation at equal wall-clock: several seeds, one warm-up
+each, from which every variant continues.
 
-    .venv/bin/python scripts/compare.py run --seeds 42 7 123      # hours on two cores; a variant
-    that is done is not run again .venv/bin/python scripts/compare.py table                     #
-    markdown table of what has been run, and docs/comparison.png (needs matplotlib)
+    .venv/bin/python scripts/compare.py run --seeds 42 7 123
+        hours on two cores; finished variants are not run again
+    .venv/bin/python scripts/compare.py table
+        markdown table of the finished runs, and docs/comparison.png (needs matplotlib)
 
 Every variant trains `--steps` rollout steps of the quickstart recipe after the same warm-up.
 Continued supervision gets `--supervised-updates` optimiser steps per rollout step instead, set so

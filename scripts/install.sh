@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes a virtual environment and installs verl-opd into it, then checks that it works. Safe to run again: a finished install is only checked.
+# Makes a virtual environment, installs verl-opd into it and checks that it works. Safe to run
+# again: a finished install is only checked.
 #
 #   scripts/install.sh [--extras cpu,test] [--venv .venv]
 #
@@ -18,29 +19,34 @@ while (($#)); do
     case $1 in
         --extras) extras=${2:?--extras needs a comma-separated list}; shift 2 ;;
         --venv) venv=${2:?--venv needs a directory}; shift 2 ;;
-        -h | --help) sed -n '2,6s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+        -h | --help) sed -n '2,7s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
         *) die "unknown option $1 (see --help)" ;;
     esac
 done
 cd "$root"
 
-supported() { "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; }
+supported() {
+    "$1" -c '
+import sys, venv, ensurepip
+sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null
+}
 
 find_python() {
-    local candidate
-    for candidate in ${PYTHON:-python3.11 python3.12 python3.10 python3 python}; do
+    local candidate candidates=${PYTHON:-python3.11 python3.12 python3.10 python3 python}
+    for candidate in $candidates; do
         if supported "$candidate"; then
             command -v "$candidate"
             return
         fi
     done
-    die "no usable Python found (tried: ${PYTHON:-python3.11 python3.12 python3.10 python3 python}): version 3.10, 3.11 or 3.12 with the" \
-        "venv module is needed (Debian and Ubuntu: apt-get install python3.11-venv)"
+    die "no usable Python found (tried: $candidates): version 3.10, 3.11 or 3.12 with the venv" \
+        "module is needed (Debian and Ubuntu: apt-get install python3.11-venv)"
 }
 
 make_venv() {
     if [[ -e $venv/bin/python ]] && ! supported "$venv/bin/python"; then
-        die "$venv holds a Python that does not work here or is not 3.10 to 3.12: remove that folder and run this again"
+        die "$venv holds a Python that does not work here or is not 3.10 to 3.12: remove that" \
+            "folder and run this again"
     fi
     [[ -x $venv/bin/pip ]] && return
     local base
@@ -56,7 +62,8 @@ upgrade_pip() {
     fi
 }
 
-# The CPU build of vLLM needs the +cpu build of torch. An index that mirrors it serves it by itself; PyPI does not, PyTorch's own index does.
+# The CPU build of vLLM needs the +cpu build of torch, which PyPI does not have. Some mirrors and
+# PyTorch's own index do.
 install_package() {
     say "installing verl-opd[$extras] (a few GB the first time, some minutes)"
     log=$(mktemp)
@@ -72,14 +79,17 @@ install_package() {
 
 # Shows only the large downloads; everything goes to $log.
 pip_install() {
-    "$python" -m pip install --progress-bar off "$@" -e ".[$extras]" 2>&1 | tee "$log" | sed -unE 's/^ *Downloading ([^ ]+) \(([0-9.]+ [MG]B)\).*/  \1 \2/p'
+    "$python" -m pip install --progress-bar off "$@" -e ".[$extras]" 2>&1 | tee "$log" |
+        sed -unE 's/^ *Downloading ([^ ]+) \(([0-9.]+ [MG]B)\).*/  \1 \2/p'
 }
 
-# torchvision, torchaudio and torchcodec come along as CUDA builds, which break `import transformers` beside the CPU torch.
+# Dependencies bring CUDA builds of torchvision, torchaudio and torchcodec, which break `import
+# transformers` beside the CPU torch.
 remove_foreign_builds() {
     local name
     for name in torchvision torchaudio torchcodec; do
-        if "$python" -m pip show --quiet "$name" 2>/dev/null && ! "$python" -c "import $name" 2>/dev/null; then
+        if "$python" -m pip show --quiet "$name" 2>/dev/null &&
+            ! "$python" -c "import $name" 2>/dev/null; then
             say "removing $name: its build does not fit this torch, and nothing here needs it"
             "$python" -m pip uninstall --quiet --yes "$name"
         fi
@@ -91,7 +101,8 @@ check() { "$python" scripts/check_install.py --extras "$extras" "$@"; }
 make_venv
 python=$venv/bin/python
 stamp=$venv/.verl-opd-installed
-wanted="$extras $(cat pyproject.toml scripts/install.sh | sha256sum | cut -d' ' -f1) $("$python" -V)"
+inputs=$(cat pyproject.toml scripts/install.sh | sha256sum | cut -d' ' -f1)
+wanted="$extras $inputs $("$python" -V)"
 if [[ -f $stamp && $(<"$stamp") == "$wanted" ]]; then
     check --quick && exit 0
     say "the finished install does not work any more; installing again"

@@ -1,9 +1,11 @@
-"""What of the Ascend stack is here and what is missing: the comparison and the steps of
-install_npu.sh, what pip may not replace, what the engines need to be built.
+"""The plan of install_npu.sh: compares the Ascend stack of this machine with
+third_party/versions.json and lists the steps that are missing, with the versions that pip has to
+keep and the packages that building the engines needs.
 
-    python scripts/npu_plan.py check              a table; exit 1 when something does not fit python
-    scripts/npu_plan.py plan [--shell]     the steps, each with its reason; exit 1 when an
-    installation would be refused
+    python scripts/npu_plan.py check
+        a table; exit 1 when something does not fit
+    python scripts/npu_plan.py plan [--shell]
+        the steps, each with its reason; exit 1 when an installation is not possible
 
 Standard library only: it has to work before anything is installed.
 """
@@ -27,15 +29,15 @@ from verl_opd.ascend.versions import (  # noqa: E402 (from this checkout, instal
     ASCEND_INDEX,
     ENGINES,
     TORCH_INDEX,
-    Finding,
     Machine,
-    Row,
+    VersionRow,
     detect,
     findings,
     pick_row,
     read_table,
     satisfies,
 )
+from verl_opd.errors import Finding  # noqa: E402
 
 SOC_VERSIONS = "ascend910b1 (Atlas A2), ascend910_9391 (Atlas A3), ascend310p1 (310P)"
 _PINNED = re.compile(r"torch.*|triton.*|vllm.*|transformers|numpy")
@@ -43,17 +45,17 @@ _PINNED = re.compile(r"torch.*|triton.*|vllm.*|transformers|numpy")
 
 @dataclass(frozen=True)
 class Step:
-    """One command. repairs: names of the findings that are no errors any more after it."""
+    """One command of an installation."""
 
-    name: str
-    reason: str
-    command: tuple[str, ...]
-    repairs: tuple[str, ...] = ()
+    name: str  # as printed
+    reason: str  # why the step is needed
+    command: tuple[str, ...]  # program and arguments
+    repairs: tuple[str, ...] = ()  # findings (by `what`) that are no longer errors after it
 
 
 def pins(packages: Mapping[str, str], torch_only: bool = False) -> list[str]:
-    """Constraints that keep pip from replacing what is there: torch*, triton*, vllm*, transformers,
-    numpy; or torch* alone.
+    """Constraints that keep pip from replacing torch*, triton*, vllm*, transformers and numpy, or
+    torch* alone.
     """
     kept = re.compile(r"torch.*") if torch_only else _PINNED
     return [
@@ -62,8 +64,8 @@ def pins(packages: Mapping[str, str], torch_only: bool = False) -> list[str]:
 
 
 def strings_of(key: str, pyproject: str) -> list[str]:
-    """The strings of a list in a pyproject.toml, which Python 3.10 has no parser for. Empty when
-    the key is not there.
+    """The strings of the list `key` in a pyproject.toml; empty without that key. Python 3.10 has no
+    parser for such files.
     """
     found = re.search(rf"^{key} *= *\[(.*?)\] *$", pyproject, re.MULTILINE | re.DOTALL)
     lines = (
@@ -78,8 +80,8 @@ def strings_of(key: str, pyproject: str) -> list[str]:
 
 
 def missing(packages: Mapping[str, str], requirements: Collection[str]) -> dict[str, str]:
-    """Name and bounds, as in `rich>=13`, of what is not there or does not fit -> why. torch is
-    never in it.
+    """Requirements such as `rich>=13` that are not installed or do not fit -> why. torch is never
+    among them.
     """
     wanted: dict[str, str] = {}
     for requirement in requirements:
@@ -94,18 +96,16 @@ def missing(packages: Mapping[str, str], requirements: Collection[str]) -> dict[
     return wanted
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Planner:
-    """Makes the steps. root: the checkout. python: what runs pip. scratch: folder for constraint
-    files. engines: build them though they are there.
-    """
+    """Makes the steps of an installation."""
 
-    machine: Machine
-    row: Row
-    root: Path
-    python: str
-    scratch: str
-    engines: bool = False
+    machine: Machine  # as found
+    row: VersionRow  # versions to install
+    root: Path  # the checkout
+    python: str  # interpreter that runs pip
+    scratch: str  # folder for constraint files
+    engines: bool = False  # build the engines although they are installed
 
     def steps(self) -> list[Step]:
         return [*self._engine_steps(), *self._triton_steps(), *self._project_steps()]
@@ -125,7 +125,7 @@ class Planner:
         if not builds:
             return
         reason = (
-            "asked for with --engines"
+            "requested with --engines"
             if self.engines
             else " and ".join(builds) + (" are" if builds[1:] else " is") + " not installed"
         )
@@ -143,7 +143,7 @@ class Planner:
         yield Step("list build tools", why, self._stack("build-requires", *folders, "--out", tools))
         yield Step(
             "build tools",
-            "what the engines' pyproject.toml ask for, except torch",
+            "what the engines' pyproject.toml require, except torch",
             self._pip("install", "-r", tools, "-c", constraints),
         )
         if "vllm" in builds:
@@ -271,9 +271,8 @@ class Planner:
 
 
 def _scm_version(version: str) -> tuple[str, ...]:
-    return (
-        f"SETUPTOOLS_SCM_PRETEND_VERSION={version}",
-    )  # the submodules are shallow, without tags
+    # the submodules are shallow, without tags
+    return (f"SETUPTOOLS_SCM_PRETEND_VERSION={version}",)
 
 
 def rejections(
@@ -282,21 +281,21 @@ def rejections(
     planner: Planner | None,
     environ: Mapping[str, str],
 ) -> list[Finding]:
-    """Errors that no step repairs, and what building the engines needs and is not there."""
+    """Errors that no step repairs, and what is missing for building the engines."""
     repaired = {name for step in steps for name in step.repairs}
-    refused = [
+    blocking = [
         finding for finding in seen if finding.level == "error" and finding.what not in repaired
     ]
     builds = planner.builds() if planner else []
     if planner is None or not builds:
-        return refused
+        return blocking
     if "vllm-ascend" in builds and not environ.get("SOC_VERSION"):
         remedy = f"export SOC_VERSION=..., one of {SOC_VERSIONS}"
-        refused.append(
+        blocking.append(
             Finding("SOC_VERSION", "error", "not set; vllm-ascend is compiled for one chip", remedy)
         )
     if planner.machine.cann is None:
-        refused.append(
+        blocking.append(
             Finding(
                 "cann",
                 "error",
@@ -305,18 +304,18 @@ def rejections(
             )
         )
     if not (planner.root / ".git").exists():
-        refused.append(
+        blocking.append(
             Finding(
                 "git",
                 "error",
-                f"{planner.root} is no git clone; the engines are submodules",
+                f"{planner.root} is not a git clone; the engines are submodules",
                 "git clone the repository",
             )
         )
-    return refused
+    return blocking
 
 
-def _parser(table: Mapping[str, Row]) -> argparse.ArgumentParser:
+def _parser(table: Mapping[str, VersionRow]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="npu_plan.py", description="What an installation on an NPU machine still needs."
     )
@@ -335,7 +334,7 @@ def _parser(table: Mapping[str, Row]) -> argparse.ArgumentParser:
             help="folder below which CANN's default folders are",
         )
     plan.add_argument(
-        "--engines", action="store_true", help="build the engines though they are installed"
+        "--engines", action="store_true", help="build the engines although they are installed"
     )
     plan.add_argument("--python", default=sys.executable, help="interpreter of the steps")
     plan.add_argument("--scratch", default="/tmp", help="folder for constraint files")
@@ -356,7 +355,7 @@ def _parser(table: Mapping[str, Row]) -> argparse.ArgumentParser:
     return parser
 
 
-def _check(options: argparse.Namespace, table: Mapping[str, Row]) -> int:
+def _check(options: argparse.Namespace, table: Mapping[str, VersionRow]) -> int:
     machine = detect(os.environ, options.root)
     row, why = pick_row(table, machine, options.row)
     seen = findings(table, machine, row)
@@ -370,21 +369,28 @@ def _check(options: argparse.Namespace, table: Mapping[str, Row]) -> int:
     return 1 if bad else 0
 
 
-def _plan(options: argparse.Namespace, table: Mapping[str, Row]) -> int:
+def _plan(options: argparse.Namespace, table: Mapping[str, VersionRow]) -> int:
     machine = detect(os.environ, options.root)
     row, why = pick_row(table, machine, options.row, options.engines)
     planner = (
-        Planner(machine, row, ROOT, options.python, options.scratch, options.engines)
+        Planner(
+            machine=machine,
+            row=row,
+            root=ROOT,
+            python=options.python,
+            scratch=options.scratch,
+            engines=options.engines,
+        )
         if row and not machine.cuda
         else None
     )
     seen, steps = findings(table, machine, row), planner.steps() if planner else []
-    refused = rejections(seen, steps, planner, os.environ)
+    blocking = rejections(seen, steps, planner, os.environ)
     if options.shell:
         print(f"install_npu: for vllm {row.vllm if row else 'unknown'} ({why})", file=sys.stderr)
         for step in steps:
             print(step.name, step.reason, shlex.join(step.command), sep="\t")
-        for finding in refused:
+        for finding in blocking:
             print(
                 f"install_npu: error: {finding.what}: {finding.seen}\n    -> {finding.remedy}",
                 file=sys.stderr,
@@ -397,11 +403,15 @@ def _plan(options: argparse.Namespace, table: Mapping[str, Row]) -> int:
         }
         print(
             json.dumps(
-                {**found, "steps": list(map(asdict, steps)), "refused": list(map(asdict, refused))},
+                {
+                    **found,
+                    "steps": list(map(asdict, steps)),
+                    "refused": list(map(asdict, blocking)),
+                },
                 indent=2,
             )
         )
-    return 1 if refused else 0
+    return 1 if blocking else 0
 
 
 def _lines(options: argparse.Namespace) -> list[str]:

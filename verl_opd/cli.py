@@ -140,9 +140,9 @@ def _plan(cfg: Config, command: list[str]) -> None:
 
 
 def _doctor(cfg: Config, command: list[str]) -> None:
-    from verl_opd.commands.doctor import report
+    from verl_opd.commands.doctor import print_diagnosis
 
-    if not report(cfg):
+    if not print_diagnosis(cfg):
         raise ConfigError(
             "this machine or configuration is not ready; see the lines marked MISSING"
         )

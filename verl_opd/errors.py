@@ -1,4 +1,8 @@
-"""Errors a user can act on."""
+"""Errors that a user can act on, and what checks of a machine report. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
 
 
 class ConfigError(ValueError):
@@ -7,14 +11,18 @@ class ConfigError(ValueError):
     """
 
 
+class HubUnreachable(ConfigError):
+    """A model is neither a local directory nor a hub repository that can be read from here."""
+
+
 class RunError(RuntimeError):
-    """Something went wrong in a run that only its message has to explain; the CLI prints it without
-    a traceback and exits 1.
+    """A run failed for a reason that its message explains; the CLI prints it without a traceback
+    and exits 1.
     """
 
 
 class WeightSyncError(RunError):
-    """The engine does not hold the draft that was pushed to it."""
+    """The engine does not hold the draft that was sent to it."""
 
 
 class WorkerDied(RunError):
@@ -30,8 +38,18 @@ class CheckpointError(RunError):
 
 
 class ReplayError(RunError):
-    """Training does not replay what the engine drafted."""
+    """Training does not reproduce what the engine drafted."""
 
 
 class RolloutError(RunError):
     """The engine could not start, or failed while generating."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check of a machine or an installation."""
+
+    what: str  # what was checked
+    level: str  # ok | note (worth knowing, stops nothing) | error
+    seen: str  # what was found
+    remedy: str = ""  # what to do about a note or an error

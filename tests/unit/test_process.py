@@ -1,4 +1,4 @@
-"""Processes that clean up after another, however that ends."""
+"""What a process leaves behind is removed however it ends, and nothing else."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ from pathlib import Path
 import psutil
 import pytest
 
-from verl_opd.process import end_own
+from verl_opd.process import kill_and_remove
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_process_id_that_was_given_to_another_is_left_alone():
+def test_a_reused_process_id_is_left_alone():
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
-        assert end_own([(other.pid, 1), (2**22 + 5, 1)], []) == []
+        reused, ended = psutil.Process(other.pid), psutil.Process(other.pid)
+        reused._ident = (other.pid, 1.0)  # as if noted when an older process had this id
+        ended._pid, ended._ident = 2**22 + 5, (2**22 + 5, 1.0)  # above the largest id
+        assert kill_and_remove([reused, ended], []) == []
         assert other.poll() is None
     finally:
         other.kill()
         other.wait()
 
 
-# as multiprocessing names it, without the tracker that would clean up, and that a SIGKILL takes
-# along
+# Named as by multiprocessing, without its tracker, which would clean up unless it is killed too.
 CHILD = (
     "import mmap, time; f = open('/dev/shm/{name}', 'w+b'); f.truncate(64); m = "
     "mmap.mmap(f.fileno(), 64); print('up', flush=True); time.sleep(99)"
@@ -51,8 +53,8 @@ time.sleep(float(sys.argv[3]))
 def test_whatever_a_process_leaves_behind_is_cleaned_up_however_it_ends(
     tmp_path: Path, killed: bool, handles: bool
 ):
-    """Its files, children that it started later, and what they share in memory; nothing of other
-    processes, and nothing before it has ended.
+    """Its files, children that it started later, and what they share in memory; nothing else, and
+    nothing before it has ended.
     """
     name, file = f"psm_test{os.getpid()}", tmp_path / "snapshot"
     foreign = shared_memory.SharedMemory(create=True, size=64)
@@ -79,7 +81,7 @@ def test_whatever_a_process_leaves_behind_is_cleaned_up_however_it_ends(
             assert time.monotonic() < deadline
             time.sleep(0.05)
         assert (Path("/dev/shm") / foreign.name).exists()
-        assert older.is_running(), "what was there before is left alone"
+        assert older.is_running(), "an older child is left alone"
         older.kill()
     finally:
         parent.kill()
@@ -89,7 +91,7 @@ def test_whatever_a_process_leaves_behind_is_cleaned_up_however_it_ends(
 
 
 def test_children_are_left_alone_unless_asked_for(tmp_path: Path):
-    """A driver in a notebook has children that are none of ours."""
+    """A driver in a notebook has children of other packages."""
     name, file = f"psm_kept{os.getpid()}", tmp_path / "snapshot"
     file.write_text("x")
     parent = subprocess.Popen(

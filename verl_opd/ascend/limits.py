@@ -1,8 +1,8 @@
-"""What an Ascend NPU asks of a run, checked before anything starts: numbers that its kernels,
-graphs and sleeping allocator cannot exceed.
+"""Limits of Ascend NPUs, checked before anything starts: numbers that their kernels, graphs and
+sleeping allocator cannot exceed.
 
-Read from vllm-ascend 0.21.0rc1, 0.23.0 and 0.30.0rc2 and from reports of runs; none of it has been
-run by this project.
+They come from the sources of vllm-ascend 0.21.0rc1, 0.23.0 and 0.30.0rc2 and from reports of runs;
+this project has not run on an NPU.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _GOOD = '{"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [8, 16, 32, 
 
 
 def check_npu(cfg: Config, target_layers: int, environ: Mapping[str, str]) -> None:
-    """ConfigError for what cannot work on an NPU, with the numbers and what to set instead.
-    target_layers: of the target.
+    """ConfigError for what an NPU does not support, with the numbers and what to set instead.
+    `target_layers`: number of the target's layers.
     """
     _check_sizes(cfg)
     _check_environment(environ)
@@ -45,7 +45,7 @@ def _check_sizes(cfg: Config) -> None:
             f"rollout.num_speculative_tokens={rollout.num_speculative_tokens} is too much for an "
             f"NPU: 1 + K = {query} query tokens, its attention "
             f"kernel takes {MAX_QUERY}; use at most {MAX_QUERY - 1} (a draft of longer blocks can "
-            f"go on with draft.block_size={MAX_QUERY})"
+            f"continue with draft.block_size={MAX_QUERY})"
         )
     batched = int(rollout.engine_kwargs.get("max_num_batched_tokens", BATCHED_TOKENS))
     needed = rollout.max_num_seqs * query
@@ -61,16 +61,15 @@ def _check_environment(environ: Mapping[str, str]) -> None:
     plugins = environ.get("VLLM_PLUGINS", "")
     if plugins and "ascend" not in plugins.split(","):
         raise ConfigError(
-            f"VLLM_PLUGINS={plugins} in the environment: it hides every plugin it does not name, "
+            f"VLLM_PLUGINS={plugins} in the environment hides every plugin that it does not name, "
             "the NPU's included: add ascend, or unset it"
         )
 
 
 def _check_graphs(cfg: Config, target_layers: int, environ: Mapping[str, str]) -> None:
     given = _parsed(cfg.rollout.engine_kwargs.get("compilation_config"))
-    mode = str(
-        given.get("cudagraph_mode") or "FULL_AND_PIECEWISE"
-    ).upper()  # vLLM reads it in any case
+    # vLLM accepts upper and lower case
+    mode = str(given.get("cudagraph_mode") or "FULL_AND_PIECEWISE").upper()
     sizes, largest = (
         _graph_setting(cfg, given, name)
         for name in ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
@@ -103,15 +102,13 @@ def _check_graphs(cfg: Config, target_layers: int, environ: Mapping[str, str]) -
     ):
         if environ.get(name) == value:
             raise ConfigError(
-                f"{name}={value} in the environment does not go with graphs: {remedy}, or set "
+                f"{name}={value} in the environment does not work with graphs: {remedy}, or set "
                 "rollout.enforce_eager=true"
             )
 
 
 def _graph_setting(cfg: Config, compilation: Mapping[str, Any], name: str) -> Any:
-    """An engine argument that may stand by itself or in compilation_config; vLLM takes one of the
-    two.
-    """
+    """An engine argument that may be given by itself or in compilation_config, but not in both."""
     alone = cfg.rollout.engine_kwargs.get(name)
     if alone is not None and compilation.get(name) is not None:
         raise ConfigError(
@@ -121,9 +118,7 @@ def _graph_setting(cfg: Config, compilation: Mapping[str, Any], name: str) -> An
 
 
 def _default_sizes() -> list[int]:
-    """What vLLM captures when nothing is said: 1, 2, 4, every 8th up to 248, every
-    16th up to 512.
-    """
+    """What vLLM captures by default: 1, 2, 4, every 8th up to 248, every 16th up to 512."""
     return [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
 
 
@@ -138,7 +133,6 @@ def _parsed(value: Any) -> dict[str, Any]:
             ) from error
     if not isinstance(value or {}, Mapping):
         raise ConfigError(
-            f"{value!r} is no mapping: engine arguments such as compilation_config are written as "
-            "one here"
+            f"{value!r} is not a mapping, as engine arguments such as compilation_config must be"
         )
     return dict(value or {})

@@ -1,4 +1,4 @@
-"""Which versions of the Ascend stack fit together, and what this machine has. Standard library
+"""Which versions of the Ascend stack fit together, and which this machine has. Standard library
 only: it has to work before anything is installed.
 """
 
@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlparse
 
+from verl_opd.errors import Finding
+
 _PACKAGE = Path(__file__).resolve().parents[1]
 ROOT = _PACKAGE.parent
 ENGINES = ("vllm", "vllm-ascend")
@@ -26,66 +28,50 @@ ASCEND_INDEX = "https://mirrors.huaweicloud.com/ascend/repos/pypi"
 
 
 class Version(NamedTuple):
-    """What of a version is compared: 2.9.0.post1+git is ((2, 9, 0), '', 1), 0.21.0rc1 is ((0, 21,
-    0), 'rc1', 0).
+    """The parts of a version that are compared: 2.9.0.post1+git is ((2, 9, 0), '', 1), 0.21.0rc1
+    is ((0, 21, 0), 'rc1', 0).
     """
 
-    release: tuple[int, ...]
-    pre: str
-    post: int
+    release: tuple[int, ...]  # at least three numbers
+    pre: str  # rc1 and the like; empty for a release
+    post: int  # 0 = none
 
 
-@dataclass(frozen=True)
-class Row:
-    """Versions that fit together: one entry of third_party/versions.json. git: commit or tag each
-    engine is built from.
-    """
+@dataclass(frozen=True, kw_only=True)
+class VersionRow:
+    """Versions that fit together: one entry of third_party/versions.json."""
 
-    vllm: str
-    vllm_ascend: tuple[str, ...]
-    git: Mapping[str, str]
-    torch: str
-    torch_npu: tuple[str, ...]
-    cann: tuple[str, ...]
-    triton_ascend: str
-    transformers: str
-    python: str
+    vllm: str  # release, also the name of the row
+    vllm_ascend: tuple[str, ...]  # accepted versions, the preferred one first
+    git: Mapping[str, str]  # commit or tag that each engine is built from
+    torch: str  # version
+    torch_npu: tuple[str, ...]  # accepted versions, the preferred one first
+    cann: tuple[str, ...]  # accepted versions, the preferred one first
+    triton_ascend: str  # version
+    transformers: str  # version
+    python: str  # bounds, such as >=3.10,<3.13
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What is there. packages: installed versions by normalised name. vllm: its version, or what
-    $VLLM_VERSION says instead. project: folder that the installed verl-opd is an editable install
-    of.
-    """
+    """What a machine has."""
 
-    packages: Mapping[str, str]
-    python: str
-    vllm: str | None = None
-    cann: str | None = None
-    npu_smi: bool = True
-    nvidia_smi: bool = False
-    project: str | None = None
+    packages: Mapping[str, str]  # installed version by normalised name
+    python: str  # version
+    vllm: str | None = None  # version, or the value of $VLLM_VERSION
+    cann: str | None = None  # version
+    npu_smi: bool = True  # whether npu-smi is on PATH
+    nvidia_smi: bool = False  # whether nvidia-smi is on PATH
+    project: str | None = None  # folder that verl-opd is installed from, if editable
 
     @property
     def cuda(self) -> bool:
+        """Made for CUDA rather than for NPUs."""
         return self.nvidia_smi and not self.npu_smi
 
 
-@dataclass(frozen=True)
-class Finding:
-    """What was looked at, `ok`, `note` (worth knowing, stops nothing) or `error`, what was seen,
-    and what to do.
-    """
-
-    what: str
-    level: str
-    seen: str
-    remedy: str = ""
-
-
 def parse(version: str) -> Version:
-    """Local parts (+cpu, +empty) and dev parts are left out; what is no version at all is release
+    """The version without local (+cpu, +empty) and dev parts; text that is not a version is release
     (0, 0, 0).
     """
     found = re.match(
@@ -103,7 +89,7 @@ def parse(version: str) -> Version:
 
 
 def closeness(found: str, accepted: Collection[str], depth: int = 2) -> str:
-    """`same` as an accepted version, `near` (its first `depth` numbers are the same), or `other`.
+    """`same` as an accepted version, `near` (the first `depth` numbers are the same), or `other`.
 
     >>> closeness("2.10.0.post2", ["2.10.0"])
     'near'
@@ -119,8 +105,8 @@ def closeness(found: str, accepted: Collection[str], depth: int = 2) -> str:
 
 
 def satisfies(version: str, bounds: str) -> bool:
-    """Whether the release fits comma-separated bounds such as `>=2.3,<2.4`; no
-    bounds fit always.
+    """Whether the release is within comma-separated bounds such as `>=2.3,<2.4`; empty bounds
+    accept any.
     """
     release = parse(version).release
     compare = {
@@ -135,7 +121,7 @@ def satisfies(version: str, bounds: str) -> bool:
     return all(compare[operator](parse(bound).release) for operator, bound in parts)
 
 
-def read_table(path: Path | None = None) -> dict[str, Row]:
+def read_table(path: Path | None = None) -> dict[str, VersionRow]:
     """The rows by vLLM release, from the checkout or from the installed package."""
     name = Path("third_party", "versions.json")
     path = path or next(
@@ -144,16 +130,16 @@ def read_table(path: Path | None = None) -> dict[str, Row]:
     return {key: _row(entry) for key, entry in json.loads(path.read_text(encoding="utf-8")).items()}
 
 
-def _row(entry: dict[str, Any]) -> Row:
+def _row(entry: dict[str, Any]) -> VersionRow:
     fields: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()
     }
-    return Row(**fields)
+    return VersionRow(**fields)
 
 
 def detect(environ: Mapping[str, str], root: Path = Path("/")) -> Machine:
-    """This machine; nothing that is found is imported. root: below it are CANN's
-    default folders.
+    """This machine, without importing any package. `root`: folder that holds CANN's default
+    folders.
     """
     packages = _installed()
     path = environ.get("PATH")
@@ -174,9 +160,8 @@ def _installed() -> dict[str, str]:
         with contextlib.suppress(TypeError, KeyError):  # a folder without METADATA
             names.add(re.sub(r"[-_.]+", "-", dist.metadata["Name"]).lower())
     for name in sorted(names):
-        with contextlib.suppress(
-            metadata.PackageNotFoundError
-        ):  # what pip left behind as ~ame-1.0.dist-info
+        # pip may leave ~ame-1.0.dist-info behind
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found
 
@@ -206,16 +191,19 @@ def _cann_version(environ: Mapping[str, str], root: Path) -> str | None:
 
 
 def numbered(version: str | None) -> bool:
-    """False for what setuptools_scm calls a tree without tags: 0.1.dev1+g1234567."""
+    """False for the version that setuptools_scm gives a tree without tags: 0.1.dev1+g1234567."""
     return version is not None and parse(version).release[:2] > (0, 1)
 
 
 def pick_row(
-    table: Mapping[str, Row], machine: Machine, wanted: str | None = None, engines: bool = False
-) -> tuple[Row | None, str]:
-    """The row to compare with and why: the wanted one, else that of the engine that is there
-    (unless it is to be built anew), of CANN, the first. None: the engine is of a release that the
-    table does not have.
+    table: Mapping[str, VersionRow],
+    machine: Machine,
+    wanted: str | None = None,
+    engines: bool = False,
+) -> tuple[VersionRow | None, str]:
+    """The row to compare with, and why: `wanted`, else the row of the installed engine (unless
+    `engines` are to be built), else that of CANN, else the first. None when the installed engine's
+    release is not in the table.
     """
     if wanted:
         return table[wanted], f"--row {wanted}"
@@ -233,8 +221,10 @@ def pick_row(
     return next(iter(table.values())), "the row that third_party/ holds"
 
 
-def findings(table: Mapping[str, Row], machine: Machine, row: Row | None) -> list[Finding]:
-    """What is there, compared with the row."""
+def findings(
+    table: Mapping[str, VersionRow], machine: Machine, row: VersionRow | None
+) -> list[Finding]:
+    """The machine compared with the row."""
     if machine.cuda:
         remedy = "this installs for Ascend NPUs only: scripts/install.sh --extras cuda,test"
         return [Finding("device", "error", "nvidia-smi without npu-smi: a CUDA machine", remedy)]
@@ -258,7 +248,7 @@ def findings(table: Mapping[str, Row], machine: Machine, row: Row | None) -> lis
     return [device, *_system(machine, row), *_packages(machine, row)]
 
 
-def _system(machine: Machine, row: Row) -> Iterator[Finding]:
+def _system(machine: Machine, row: VersionRow) -> Iterator[Finding]:
     good = satisfies(machine.python, row.python)
     yield Finding(
         "python",
@@ -283,7 +273,7 @@ def _system(machine: Machine, row: Row) -> Iterator[Finding]:
         )
 
 
-def _packages(machine: Machine, row: Row) -> Iterator[Finding]:
+def _packages(machine: Machine, row: VersionRow) -> Iterator[Finding]:
     found, container = machine.packages, _container(row)
     by_hand = (
         f"pip install torch=={row.torch} torch-npu=={row.torch_npu[0]} --extra-index-url "
@@ -347,7 +337,7 @@ def _packages(machine: Machine, row: Row) -> Iterator[Finding]:
 def _compared(
     what: str,
     found: str | None,
-    row: Row,
+    row: VersionRow,
     accepted: Collection[str],
     absent: str,
     other: str,
@@ -366,5 +356,5 @@ def _compared(
     )
 
 
-def _container(row: Row) -> str:
+def _container(row: VersionRow) -> str:
     return f"the container quay.io/ascend/vllm-ascend:v{row.vllm_ascend[-1]} (-a3 for Atlas A3)"

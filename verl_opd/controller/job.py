@@ -100,11 +100,11 @@ def prepare(cfg: Config) -> Job:
     target, tokenizer = _read_target(cfg)
     check_target_supported(target)
     check_isolation(device, os.environ)
-    if device.name == "npu":
+    if device.stack == "ascend":
         check_npu(cfg, target.num_hidden_layers, os.environ)
 
     family = get_family(cfg.draft.family)
-    if family.v2_runner and device.name == "cpu":
+    if family.v2_runner and not device.v2_runner:
         raise ConfigError(
             f"draft.family={family.name} needs vLLM's V2 model runner, which does not run on "
             "a CPU: use an accelerator, or dflash or eagle3"

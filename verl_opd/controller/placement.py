@@ -76,17 +76,13 @@ class Placement:
         return self._options(self.teacher_group, index, 1.0)
 
     def _options(self, group: PlacementGroup, index: int, share: float) -> dict[str, Any]:
-        options: dict[str, Any] = {
+        return {
             "num_cpus": _BUNDLE_CPUS * share,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 group, placement_group_bundle_index=index
             ),
+            **self.device.actor_options(share),
         }
-        if self.device.ray_resource == "GPU":
-            options["num_gpus"] = share
-        elif self.device.ray_resource is not None:
-            options["resources"] = {self.device.ray_resource: share}
-        return options
 
     def close(self) -> None:
         for actor in self.actors:
@@ -146,9 +142,7 @@ def place(cfg: Config, device: Device, teachers: int = 0, timeout: float = 60.0)
     groups: list[PlacementGroup] = []
     try:
         workers = cfg.trainer.n_student_workers
-        bundle = {"CPU": _BUNDLE_CPUS}
-        if device.ray_resource is not None:
-            bundle[device.ray_resource] = 1.0
+        bundle = {"CPU": _BUNDLE_CPUS, **device.bundle()}
         _check_size(bundle, workers, teachers)
         for count in filter(None, (workers, teachers)):
             groups.append(_reserve(bundle, count, timeout))

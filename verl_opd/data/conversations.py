@@ -1,14 +1,15 @@
-"""Given conversations as supervision: each is rendered once by the chat template, and a mask says
-which tokens its assistant would have generated.
+"""Conversations as supervision: each is rendered once by the chat template, and a mask marks the
+tokens that its assistant would have generated.
 
-An assistant turn is supervised where the one rendering shows it exactly as it looked when it was
-generated: behind the generation prompt that the template writes for the turns before it, up to its
-stop token. A turn that the template shows otherwise later on (Qwen3 drops the thinking of earlier
-turns) is context. No template needs generation tags for this, and none is known by name.
+An assistant turn is supervised if the rendering contains it exactly as it was generated: after the
+generation prompt that the template writes for the turns before it, up to its stop token. A turn
+that the template changes later (Qwen3 drops the thinking of earlier turns) is context. Templates
+need no generation tags for this, and no template is known by name.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from verl_opd.data.rows import Row, check_invalid, read_rows
+from verl_opd.data.rows import DataRow, check_invalid, read_rows
 from verl_opd.errors import ConfigError
 from verl_opd.opd.trace import RolloutSample, VerifyTrace
 
@@ -24,24 +25,19 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 _OPEN, _CLOSE = "<think>", "</think>"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ConversationReport:
-    """What happened to the rows of a set of conversations. rows: read. dropped_overlong: longer
-    than max_length tokens. dropped_unsupervised: without a token to learn. invalid: place and
-    reason of every row that the template rejects. context_turns: assistant turns, of kept rows,
-    that are context only; open_turns: supervised ones without a stop token. supervised, tokens: of
-    kept rows.
-    """
+    """What happened to the rows of a set of conversations."""
 
-    rows: int
-    dropped_overlong: int
-    dropped_unsupervised: int
-    invalid: tuple[str, ...]
-    max_length: int
-    context_turns: int
-    open_turns: int
-    supervised: int
-    tokens: int
+    rows: int  # read
+    dropped_overlong: int  # longer than max_length tokens
+    dropped_unsupervised: int  # without a token to learn
+    invalid: tuple[str, ...]  # place and reason of every row that the template rejects
+    max_length: int  # tokens of a kept conversation at most
+    context_turns: int  # assistant turns, of kept rows, that are context only
+    open_turns: int  # supervised turns, of kept rows, without a stop token
+    supervised: int  # tokens to learn, of kept rows
+    tokens: int  # all tokens of kept rows
 
     def __str__(self) -> str:
         text = (
@@ -69,14 +65,12 @@ class ConversationReport:
 
 @dataclass(frozen=True)
 class Masked:
-    """One rendered conversation. ids, mask: one entry per token. context_turns, open_turns: see
-    ConversationReport.
-    """
+    """One rendered conversation."""
 
-    ids: tuple[int, ...]
-    mask: tuple[bool, ...]
-    context_turns: int
-    open_turns: int
+    ids: tuple[int, ...]  # [S] tokens
+    mask: tuple[bool, ...]  # [S] whether the assistant generated the token
+    context_turns: int  # see ConversationReport
+    open_turns: int  # see ConversationReport
 
 
 def load_conversations(
@@ -88,24 +82,16 @@ def load_conversations(
     stop_ids: Collection[int],
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[list[RolloutSample], ConversationReport]:
-    """The conversations of JSONL files as finished responses: prompt_ids is all before the first
-    supervised token, response_ids the rest up to the last.
+    """The conversations of JSONL files as finished responses: prompt_ids are all tokens before the
+    first supervised one, response_ids the rest up to the last supervised one.
 
     `tokenizer`: a fast transformers tokenizer with a chat template. `stop_ids`: every token that
-    ends a response of the target. ConfigError names file and line of a bad row, and the counts when
-    the template rejects many rows or nothing is left to learn.
+    ends a response of the target. ConfigError names file and line of a malformed row, and the
+    counts when the template rejects many rows or nothing is left to learn.
     """
-    if (
-        not getattr(tokenizer, "is_fast", False)
-        or getattr(tokenizer, "chat_template", None) is None
-    ):
-        raise ConfigError(
-            "sft.files needs a target with a fast tokenizer and a chat template: its masks come "
-            "from both"
-        )
+    _check_tokenizer(tokenizer)
     rows = read_rows(files, key, "sft.messages_key")
-    samples, invalid = list[RolloutSample](), list[str]()
-    overlong = unsupervised = context = open_turns = tokens = 0
+    samples, invalid, counts = list[RolloutSample](), list[str](), Counter[str]()
     for index, row in enumerate(rows):
         _check_roles(row)
         try:
@@ -114,27 +100,24 @@ def load_conversations(
             invalid.append(f"{row.place}: {error}")
             continue
         if len(masked.ids) > max_length:
-            overlong += 1
+            counts["dropped_overlong"] += 1
         elif not any(masked.mask[1:]):
-            unsupervised += 1
+            counts["dropped_unsupervised"] += 1
         else:
             samples.append(_sample(str(index), row.data_source, masked))
-            tokens, context, open_turns = (
-                tokens + len(masked.ids),
-                context + masked.context_turns,
-                open_turns + masked.open_turns,
-            )
-    supervised = sum(sum(sample.supervised or ()) for sample in samples)
+            counts["tokens"] += len(masked.ids)
+            counts["context_turns"] += masked.context_turns
+            counts["open_turns"] += masked.open_turns
     report = ConversationReport(
-        len(rows),
-        overlong,
-        unsupervised,
-        tuple(invalid),
-        max_length,
-        context,
-        open_turns,
-        supervised,
-        tokens,
+        rows=len(rows),
+        dropped_overlong=counts["dropped_overlong"],
+        dropped_unsupervised=counts["dropped_unsupervised"],
+        invalid=tuple(invalid),
+        max_length=max_length,
+        context_turns=counts["context_turns"],
+        open_turns=counts["open_turns"],
+        supervised=sum(sum(sample.supervised or ()) for sample in samples),
+        tokens=counts["tokens"],
     )
     check_invalid(invalid, len(rows), "conversations")
     if not samples:
@@ -145,11 +128,20 @@ def load_conversations(
     return samples, report
 
 
+def _check_tokenizer(tokenizer: Any) -> None:
+    has_template = getattr(tokenizer, "chat_template", None) is not None
+    if not (getattr(tokenizer, "is_fast", False) and has_template):
+        raise ConfigError(
+            "sft.files needs a target with a fast tokenizer and a chat template: its masks come "
+            "from both"
+        )
+
+
 def mask_conversation(
-    row: Row, tokenizer: Any, stop_ids: Collection[int], template_kwargs: Mapping[str, Any]
+    row: DataRow, tokenizer: Any, stop_ids: Collection[int], template_kwargs: Mapping[str, Any]
 ) -> Masked:
-    """Render and tokenise one conversation, and mark the tokens that its assistant generated, each
-    turn's stop token included.
+    """Render and tokenise one conversation, and mark the tokens that its assistant generated, the
+    stop token of each turn included.
     """
     kwargs = {**row.template_input(), **template_kwargs}
     messages = [_canonical(message, tokenizer, template_kwargs) for message in row.messages]
@@ -162,7 +154,7 @@ def mask_conversation(
         )
 
     text = render(len(messages), False)
-    spans, context = list[tuple[int, int]](), 0
+    spans, context = list[tuple[int, int]](), 0  # [start, end) of supervised turns, in characters
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
             start, end = render(index, True), render(index + 1, False)
@@ -171,7 +163,7 @@ def mask_conversation(
             else:
                 context += 1
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids, offsets = tuple(encoded["input_ids"]), encoded["offset_mapping"]
+    ids, offsets = tuple(encoded["input_ids"]), encoded["offset_mapping"]  # [S], [S] of characters
     mask, open_turns = [False] * len(ids), 0
     for begin, stop in spans:
         turn = [
@@ -181,9 +173,8 @@ def mask_conversation(
         ]
         stops = [i for i in turn if ids[i] in stop_ids]
         open_turns += not stops
-        written = len(
-            text[:stop].rstrip()
-        )  # without a stop token: all but the white space that templates put between turns
+        # without a stop token the turn ends before the white space that templates put after it
+        written = len(text[:stop].rstrip())
         for i in turn:
             mask[i] = i <= stops[-1] if stops else offsets[i][1] <= written
     return Masked(ids, tuple(mask), context, open_turns)
@@ -192,11 +183,10 @@ def mask_conversation(
 def _canonical(
     message: dict[str, Any], tokenizer: Any, template_kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """An assistant message with its thinking in the one place where this template looks for it, and
-    nowhere when thinking is switched off.
+    """An assistant message with its thinking where this template reads it, or without thinking when
+    that is switched off.
 
-    In content, tags mean thinking only for templates that know them; elsewhere they are text like
-    any other.
+    Tags in the content mean thinking only for templates that know them; for others they are text.
     """
     content, template = message["content"], str(tokenizer.chat_template)
     if message["role"] != "assistant" or not isinstance(content, str):
@@ -217,7 +207,7 @@ def _canonical(
     return {**rest, "content": f"{_OPEN}\n{thinking}\n{_CLOSE}\n\n{rest['content']}"}
 
 
-def _check_roles(row: Row) -> None:
+def _check_roles(row: DataRow) -> None:
     unknown = sorted({message["role"] for message in row.messages} - set(ROLES))
     if unknown:
         raise ConfigError(
@@ -227,7 +217,7 @@ def _check_roles(row: Row) -> None:
 
 
 def _sample(index: str, source: str, masked: Masked) -> RolloutSample:
-    first = max(1, masked.mask.index(True))  # a response has a prompt, if of one token
+    first = max(1, masked.mask.index(True))  # a prompt has at least one token
     end = len(masked.mask) - masked.mask[::-1].index(True)
     response = masked.ids[first:end]
     trace = VerifyTrace(len(response), ())

@@ -1,5 +1,5 @@
-"""Batches of a data set in an order that depends only on seed and epoch, and that a resumed run
-continues exactly.
+"""Batches of a data set in an order that depends only on seed and epoch, so that a resumed run
+continues it exactly.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from verl_opd.errors import ConfigError
 
 
 class Named(Protocol):
-    """A dataclass with a name that says which row it comes from."""
+    """A dataclass whose sample_id names the row that it comes from."""
 
     @property
     def sample_id(self) -> str: ...
@@ -26,11 +26,11 @@ T = TypeVar("T", bound=Named)
 
 
 class Loader(Generic[T]):
-    """Endless batches of `batch_size` items (prompts, conversations), epoch after epoch; the rest
-    that fills no batch is left out of its epoch.
+    """Endless batches of `batch_size` items (prompts, conversations), epoch after epoch; items at
+    the end of an epoch that do not fill a batch are left out.
 
-    `epoch` is that of the batch returned last, from 0. `size_key`: the configuration key that
-    decides batch_size. ConfigError when the set is smaller than one batch.
+    `epoch`: of the batch returned last, from 0. `size_key`: the configuration key that sets
+    batch_size. ConfigError when the set is smaller than one batch.
     """
 
     def __init__(
@@ -75,16 +75,15 @@ class Loader(Generic[T]):
         return {"epoch": self.epoch, "batch": self._batch, **self._order_inputs()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken. ConfigError when data, batch size or seed differ,
-        because the order would be another.
+        """Continue where `state` was taken. ConfigError when data, batch size or seed differ, which
+        would change the order.
         """
         for key, now in self._order_inputs().items():
             if state.get(key) != now:
                 raise ConfigError(
                     f"the checkpoint was written with other data settings ({key} was "
-                    f"{state.get(key)!r}, is {now!r}): "
-                    "restore them to resume, or start a new run from the exported draft with "
-                    "draft.path"
+                    f"{state.get(key)!r}, is {now!r}): restore them to resume, or start a new run "
+                    "from the exported draft with draft.path"
                 )
         self.epoch, self._batch = state["epoch"], state["batch"]
         self._order = self._epoch_order()
@@ -106,8 +105,8 @@ class Loader(Generic[T]):
 
 
 def _digest(items: Iterable[Any]) -> str:
-    """Of every field of every item (dataclasses); token ids as numbers, which is much faster than
-    as text.
+    """Digest of every field of every item (dataclasses); token ids are hashed as numbers, which is
+    much faster than as text.
     """
     digest = hashlib.sha256()
     for item in items:

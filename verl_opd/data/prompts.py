@@ -1,5 +1,5 @@
-"""Prompts: what rollouts start from. A row's `prompt` holds chat messages, or a string = one user
-message.
+"""Prompts, from which rollouts start. A row's `prompt` holds chat messages, or a string that is one
+user message.
 """
 
 from __future__ import annotations
@@ -11,37 +11,29 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from verl_opd.data.rows import Row, check_invalid, read_rows
+from verl_opd.data.rows import DataRow, check_invalid, read_rows
 from verl_opd.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One rollout input.
+    """The input of one rollout."""
 
-    sample_id: the row number over all files, from 0; the loader puts the epoch in front.
-    prompt_ids: token ids after the chat template, generation prompt included. messages: what they
-    were made from. teacher_key: the row's value of teacher.key, "" without one.
-    """
-
-    sample_id: str
-    data_source: str
-    prompt_ids: tuple[int, ...]
-    messages: tuple[dict[str, Any], ...]
-    teacher_key: str = ""
+    sample_id: str  # row number over all files, from 0; the loader puts the epoch before it
+    data_source: str  # the row's, or else the name of its file
+    prompt_ids: tuple[int, ...]  # [P] tokens of the chat template, generation prompt included
+    messages: tuple[dict[str, Any], ...]  # what prompt_ids were made from
+    teacher_key: str = ""  # the row's value of teacher.key; empty without one
 
 
 @dataclass(frozen=True)
 class DataReport:
-    """What happened to the rows of a data set. rows: read (after max_samples). dropped_overlong:
-    longer than max_prompt_length tokens. invalid: place and reason of every row that the chat
-    template rejects.
-    """
+    """What happened to the rows of a set of prompts."""
 
-    rows: int
-    dropped_overlong: int
-    max_prompt_length: int
-    invalid: tuple[str, ...] = ()
+    rows: int  # read, at most max_samples
+    dropped_overlong: int  # longer than max_prompt_length tokens
+    max_prompt_length: int  # tokens of a kept prompt at most
+    invalid: tuple[str, ...] = ()  # place and reason of every row that the template rejects
 
     @property
     def kept(self) -> int:
@@ -74,11 +66,10 @@ def load_prompts(
     """Read the first `max_samples` rows over all files and tokenise them; longer prompts than
     `max_prompt_length` are dropped and counted.
 
-    `tokenizer` is a transformers tokenizer; `template_kwargs` go to its chat template. teacher_key:
-    the field that names a row's teacher, which has to be one of `teachers` where there are several.
-    Rows that the template rejects are dropped and counted while they are at most one in twenty
-    (INVALID_SHARE). ConfigError names file and line of a bad row, and the counts when nothing is
-    left.
+    `tokenizer`: a transformers tokenizer; `template_kwargs` go to its chat template. `teacher_key`:
+    the field that names a row's teacher, one of `teachers` where there are several. Rows that the
+    template rejects are skipped and counted, up to INVALID_SHARE of all. ConfigError names file and
+    line of a malformed row, and the counts when nothing is left.
     """
     if getattr(tokenizer, "chat_template", None) is None:
         raise ConfigError(
@@ -115,7 +106,7 @@ def load_prompts(
     return prompts, report
 
 
-def _teacher_of(row: Row, key: str, teachers: Collection[str]) -> str:
+def _teacher_of(row: DataRow, key: str, teachers: Collection[str]) -> str:
     name = row.data_source if key == "data_source" else str(row.fields.get(key, ""))
     if len(teachers) > 1 and name not in teachers:
         raise ConfigError(
@@ -125,7 +116,7 @@ def _teacher_of(row: Row, key: str, teachers: Collection[str]) -> str:
     return name
 
 
-def _apply_template(row: Row, tokenizer: Any, kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+def _apply_template(row: DataRow, tokenizer: Any, kwargs: Mapping[str, Any]) -> tuple[int, ...]:
     given = {**row.template_input(), **kwargs}
     return tuple(
         tokenizer.apply_chat_template(

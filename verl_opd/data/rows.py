@@ -1,5 +1,5 @@
-"""Rows of JSONL files: chat messages under some key, and optionally `data_source` and `tools` (a
-list, or the same as JSON text).
+"""Rows of JSONL files: chat messages under a key of the user's choice, and optionally `data_source`
+and `tools` (a list, or the same as JSON text).
 """
 
 from __future__ import annotations
@@ -13,32 +13,30 @@ from typing import Any
 
 from verl_opd.errors import ConfigError
 
-INVALID_SHARE = 0.05  # of a set's rows that a chat template may refuse before that is an error
+INVALID_SHARE = 0.05  # of a set's rows that a chat template may reject before it is an error
 _ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
 
 
 @dataclass(frozen=True)
-class Row:
-    """place: file:line. messages: role, content and whatever else a template reads. fields: all of
-    the row but its messages.
-    """
+class DataRow:
+    """One row of a file."""
 
-    place: str
-    data_source: str
-    messages: tuple[dict[str, Any], ...]
-    fields: dict[str, Any]
-    tools: tuple[Any, ...] | None = None
+    place: str  # file:line
+    data_source: str  # the row's, or else the name of its file
+    messages: tuple[dict[str, Any], ...]  # role, content and whatever else a template reads
+    fields: dict[str, Any]  # all of the row except its messages
+    tools: tuple[Any, ...] | None = None  # descriptions for the template; None = no tools
 
     def template_input(self) -> dict[str, Any]:
-        """What a chat template gets beside the messages."""
+        """What a chat template gets besides the messages."""
         return {} if self.tools is None else {"tools": list(self.tools)}
 
 
 def read_rows(
     files: Sequence[str | Path], key: str, option: str, max_samples: int | None = None
-) -> list[Row]:
-    """The first `max_samples` rows over all files. `option` is the configuration key that decides
-    `key`; ConfigError names file and line of a bad row.
+) -> list[DataRow]:
+    """The first `max_samples` rows over all files. `option`: the configuration key that sets `key`.
+    ConfigError names file and line of a malformed row.
     """
     return list(
         islice((row for file in files for row in _read(Path(file), key, option)), max_samples)
@@ -46,14 +44,14 @@ def read_rows(
 
 
 def check_invalid(invalid: Sequence[str], rows: int, what: str) -> None:
-    """ConfigError when more than one row in twenty was invalid by the template."""
+    """ConfigError when the template rejects more than INVALID_SHARE of the rows."""
     if len(invalid) > INVALID_SHARE * rows:
         raise ConfigError(
             f"the chat template rejects {len(invalid)} of {rows} {what}: {'; '.join(invalid[:3])}"
         )
 
 
-def _read(file: Path, key: str, option: str) -> Iterator[Row]:
+def _read(file: Path, key: str, option: str) -> Iterator[DataRow]:
     try:
         with file.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
@@ -63,7 +61,7 @@ def _read(file: Path, key: str, option: str) -> Iterator[Row]:
         raise ConfigError(f"{file} cannot be read: {error}") from error
 
 
-def _parse(line: str, place: str, default_source: str, key: str, option: str) -> Row:
+def _parse(line: str, place: str, default_source: str, key: str, option: str) -> DataRow:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
@@ -89,7 +87,7 @@ def _parse(line: str, place: str, default_source: str, key: str, option: str) ->
     if not isinstance(source, str):
         raise ConfigError(f"{place}: 'data_source' must be a string, not {source!r}")
     fields = {name: value for name, value in row.items() if name != key}
-    return Row(
+    return DataRow(
         place,
         source,
         tuple(_message(message, place, key) for message in messages),
@@ -108,7 +106,7 @@ def _message(given: Any, place: str, key: str) -> dict[str, Any]:
         message["role"] = _ROLES.get(str(message["role"]), message["role"])
     content = message.get("content")
     if content is None and message.get("tool_calls"):
-        content = message["content"] = ""  # templates test it, and none prints "None"
+        content = message["content"] = ""  # a template would print None
     if not (isinstance(message.get("role"), str) and isinstance(content, str | list)):
         raise ConfigError(
             f"{place}: {key!r} must be a string or a non-empty list of messages with role and "
@@ -118,14 +116,12 @@ def _message(given: Any, place: str, key: str) -> dict[str, Any]:
 
 
 def _tools(given: Any, place: str) -> tuple[Any, ...] | None:
-    """Tool descriptions for the chat template; None and an empty list alike mean that there are
-    none.
-    """
+    """Tool descriptions for the chat template; None for a missing or empty list."""
     try:
         tools = json.loads(given) if isinstance(given, str) and given.strip() else given
     except json.JSONDecodeError as error:
         raise ConfigError(
-            f"{place}: 'tools' is text that is no JSON ({error.msg} at column {error.colno})"
+            f"{place}: 'tools' is not valid JSON text ({error.msg} at column {error.colno})"
         ) from error
     if not tools:
         return None

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from verl_opd.errors import ConfigError
+from verl_opd.errors import ConfigError, HubUnreachable
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
@@ -35,7 +35,7 @@ def local_directory(path: str, weights: bool = True) -> str:
             )
         )
     except (HFValidationError, OSError) as error:
-        raise ConfigError(
+        raise HubUnreachable(
             f"draft.path={path}: neither a directory nor a hub repository within reach "
             f"({type(error).__name__})"
         ) from error

@@ -67,7 +67,7 @@ def engine_environment(settings: EngineSettings) -> dict[str, str | None]:
         "VLLM_NO_USAGE_STATS": "1",  # nothing leaves this machine
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
     }
-    if host.device == "cpu":
+    if DEVICES[host.device].on_host:
         env["OMP_NUM_THREADS"] = None  # Ray sets it to 1, which the engine would obey
         env["VLLM_CPU_KVCACHE_SPACE"] = str(host.kv_cache_gb or 1)
         if host.cpu_cores:
@@ -91,7 +91,7 @@ def engine_arguments(settings: EngineSettings, **own: Any) -> dict[str, Any]:
         "seed": settings.seed,
         "disable_log_stats": False,  # stall detection reads them
     }
-    if settings.host.device != "cpu":
+    if not DEVICES[settings.host.device].on_host:
         arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
     if settings.speculation is not None:
         arguments.update(_drafting_arguments(settings.speculation, settings.host))
@@ -107,7 +107,7 @@ def _drafting_arguments(speculation: Speculation, host: Host) -> dict[str, Any]:
         },
         "worker_extension_cls": EXTENSION,
     }
-    if host.device != "cpu":
+    if DEVICES[host.device].sleeps:
         arguments["enable_sleep_mode"] = True  # the device is shared with a trainer rank
     return arguments
 

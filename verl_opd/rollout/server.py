@@ -13,6 +13,7 @@ from typing import Any
 
 import ray
 
+from verl_opd.devices import DEVICES
 from verl_opd.engines.http import HttpServer
 from verl_opd.engines.settings import EngineSettings, Speculation
 from verl_opd.engines.vllm import VllmEngine
@@ -188,11 +189,11 @@ class RolloutServer:
         """
         if not self._asleep:
             return
-        on_cpu = self._engine.settings.host.device == "cpu"
-        if not on_cpu:
+        sleeps = DEVICES[self._engine.settings.host.device].sleeps
+        if sleeps:
             await self._engine.call("wake_up", tags)
         if "kv_cache" in tags:
-            if on_cpu:
+            if not sleeps:
                 await self._engine.call("wake_up", ["scheduling"])
             self._asleep = False
 

@@ -48,7 +48,7 @@ class TrainWorker:
         os.environ.update(actor_environment(self._device, "trainer", os.environ))
         threads = cfg.compute.num_threads or len(cores) or 1
         os.environ["OMP_NUM_THREADS"] = str(threads)
-        if self._device.name == "cpu" and cores:
+        if self._device.on_host and cores:
             os.sched_setaffinity(0, set(cores))
         import torch
 

@@ -1,4 +1,4 @@
-"""What an NPU cannot do is refused before anything starts, with the numbers and what to set
+"""What an NPU does not support is an error before anything starts, with the numbers and what to set
 instead.
 """
 
@@ -113,7 +113,7 @@ def test_what_works_passes(cfg: Config, environ: dict[str, str]) -> None:
             {},
             "cudagraph_capture_sizes and the same in compilation_config",
         ),
-        (config(compilation_config=3), {}, "3 is no mapping"),
+        (config(compilation_config=3), {}, "3 is not a mapping"),
         (
             config(
                 compilation_config={**PIECEWISE, "cudagraph_capture_sizes": list(range(8, 248, 8))}

@@ -28,7 +28,7 @@ from verl_opd.ascend.versions import (
 ROOT = Path(__file__).parents[3]
 TABLE = read_table()
 FITS = Machine(
-    {
+    packages={
         "vllm": "0.21.0+empty",
         "vllm-ascend": "0.21.0rc1",
         "torch": "2.10.0+cpu",
@@ -37,7 +37,7 @@ FITS = Machine(
         "transformers": "5.5.4",
         "numpy": "1.26.4",
     },
-    "3.11.7",
+    python="3.11.7",
     vllm="0.21.0+empty",
     cann="9.0.0",
 )
@@ -232,8 +232,20 @@ def test_cann_is_found_where_it_says_or_where_it_usually_is(tmp_path: Path, fold
             "vllm-ascend 0.21.0rc1 is installed",
         ),
         (_with(vllm=None, vllm_ascend=None), None, False, "0.21.0", "CANN 9.0.0 is installed"),
-        (Machine({}, "3.11.7", cann="9.1.0"), None, False, "0.23.0", "CANN 9.1.0 is installed"),
-        (Machine({}, "3.11.7"), None, False, "0.21.0", "the row that third_party/ holds"),
+        (
+            Machine(packages={}, python="3.11.7", cann="9.1.0"),
+            None,
+            False,
+            "0.23.0",
+            "CANN 9.1.0 is installed",
+        ),
+        (
+            Machine(packages={}, python="3.11.7"),
+            None,
+            False,
+            "0.21.0",
+            "the row that third_party/ holds",
+        ),
     ],
 )
 def test_the_row(
@@ -334,7 +346,14 @@ def test_missing_requirements() -> None:
 
 def _planner(machine: Machine, root: Path, engines: bool = False) -> Planner:
     (root / "pyproject.toml").write_text('dependencies = ["numpy", "torch", "transformers"]\n')
-    return Planner(machine, TABLE["0.21.0"], root, "python", "scratch", engines)
+    return Planner(
+        machine=machine,
+        row=TABLE["0.21.0"],
+        root=root,
+        python="python",
+        scratch="scratch",
+        engines=engines,
+    )
 
 
 def _refused(planner: Planner, environ: dict[str, str]) -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 from tests.tiny import MASK_TOKEN_ID
 from verl_opd.ascend import versions as stack
 from verl_opd.cli import main
-from verl_opd.commands.doctor import diagnose, report
+from verl_opd.commands.doctor import diagnose, print_diagnosis
 from verl_opd.config.schema import Config
 
 
@@ -30,7 +30,7 @@ def missing(cfg: Config) -> dict[str, str]:
     return {
         finding.what: f"{finding.seen} {finding.remedy}"
         for finding in diagnose(cfg)
-        if finding.good is False
+        if finding.level == "error"
     }
 
 
@@ -39,7 +39,7 @@ def test_a_machine_and_configuration_that_fit(
 ):
     before = sorted(tmp_path.iterdir())
     assert missing(cfg) == {}
-    assert report(cfg)
+    assert print_diagnosis(cfg)
     assert "ready to run" in capsys.readouterr().out
     assert sorted(tmp_path.iterdir()) == before, "nothing is left behind"
 
@@ -56,7 +56,7 @@ def test_every_problem_is_listed_and_none_hides_another(
     assert "pip install 'verl-opd[wandb]'" in found["wandb"]
     assert "0.5 GB free" in found["run directory"]
     assert "target.path=/no/such/target does not exist" in found["configuration"]
-    assert not report(cfg)
+    assert not print_diagnosis(cfg)
     assert "cannot run: wandb, run directory, configuration" in capsys.readouterr().out
 
 
@@ -64,7 +64,7 @@ def test_more_workers_than_cores_is_only_a_note(cfg: Config, monkeypatch: pytest
     monkeypatch.setattr("verl_opd.commands.doctor.available_cores", lambda: [0])
     cfg.trainer.n_student_workers = 2
     (cores,) = [finding for finding in diagnose(cfg) if finding.what == "cores"]
-    assert cores.good is None
+    assert cores.level == "note"
     assert "they will share cores" in cores.remedy
 
 
@@ -72,7 +72,9 @@ def test_the_exit_code_says_whether_a_run_can_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     for ready, code in ((True, 0), (False, 2)):
-        monkeypatch.setattr("verl_opd.commands.doctor.report", lambda cfg, ready=ready: ready)
+        monkeypatch.setattr(
+            "verl_opd.commands.doctor.print_diagnosis", lambda cfg, ready=ready: ready
+        )
         assert main(["doctor", "quickstart", "target.path=/no/such/target"]) == code
 
 
@@ -85,24 +87,30 @@ def test_the_ascend_stack_is_compared_on_npus_only(cfg: Config, monkeypatch: pyt
         "transformers": "5.5.4",
     }
     machine = stack.Machine(
-        {**packages, "triton": "3.5.0"}, "3.11.7", vllm="0.23.0+empty", cann="9.1.0"
+        packages={**packages, "triton": "3.5.0"}, python="3.11.7", vllm="0.23.0+empty", cann="9.1.0"
     )
     monkeypatch.setattr(stack, "detect", lambda environ: machine)
     assert not [finding for finding in diagnose(cfg) if finding.what == "NPU stack"]
     cfg.trainer.device = "npu"
     note, error = [finding for finding in diagnose(cfg) if finding.what == "NPU stack"]
-    assert (note.good, note.seen) == (None, "torch-npu: 2.10.0.post2; the table has 2.10.0.post4")
-    assert (error.good, error.seen) == (
-        False,
+    assert (note.level, note.seen) == (
+        "note",
+        "torch-npu: 2.10.0.post2; the table has 2.10.0.post4",
+    )
+    assert (error.level, error.seen) == (
+        "error",
         "triton: upstream 3.5.0 beside triton-ascend, which owns the same import",
     )
     assert "./install_npu.sh" in error.remedy
     whole = stack.Machine(
-        {**packages, "torch-npu": "2.10.0.post4"}, "3.11.7", vllm="0.23.0+empty", cann="9.1.0"
+        packages={**packages, "torch-npu": "2.10.0.post4"},
+        python="3.11.7",
+        vllm="0.23.0+empty",
+        cann="9.1.0",
     )
     monkeypatch.setattr(stack, "detect", lambda environ: whole)
     (fits,) = [finding for finding in diagnose(cfg) if finding.what == "NPU stack"]
-    assert fits.good
+    assert fits.level == "ok"
     assert "vllm 0.23.0 (vllm 0.23.0+empty is installed)" in fits.seen
 
 

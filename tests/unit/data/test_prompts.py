@@ -166,7 +166,7 @@ def test_tools_as_list_and_as_json_text_are_the_same_tokens(tmp_path: Path) -> N
     assert handy.decode(prompts[0].prompt_ids) == "<look><add>x"
     assert prompts[2].prompt_ids == prompts[3].prompt_ids
     for wrong, reason in (
-        ("{", "is text that is no JSON"),
+        ("{", "is not valid JSON text"),
         ({"name": "x"}, "must be a list of objects"),
         (["look"], "must be a list of objects"),
     ):

@@ -150,6 +150,7 @@ class Machine:
             "pyproject.toml",
             "third_party/versions.json",
             "verl_opd/__init__.py",
+            "verl_opd/errors.py",
             "verl_opd/ascend/versions.py",
             "scripts/npu_plan.py",
         ):
