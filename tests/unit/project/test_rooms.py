@@ -32,7 +32,7 @@ PACKAGE_STATEMENTS = 11_000
 # a room imports from its own group and from groups above it in this list
 GROUPS = (
     ("opd",),
-    ("snapshot", "errors", "process", "devices"),
+    ("snapshot", "errors", "process", "devices", "signals", "logs"),
     ("config",),
     ("drafts", "targets", "data", "engines", "compat", "ascend"),
     ("rollout", "training"),
