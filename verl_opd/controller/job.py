@@ -43,7 +43,7 @@ class Job:
     cfg: Config
     device: Device
     draft_config: dict[str, Any]  # config.json of the draft
-    train: list[Prompt]
+    train: list[Prompt]  # prompts to roll out
     train_report: DataReport  # how the rows of data.train_files became `train`
     benchmarks: dict[str, list[Prompt]]  # held-out prompts by name
     # reads what supervised steps learn from; None = text that the target writes
