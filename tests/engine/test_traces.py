@@ -58,7 +58,7 @@ def test_greedy_traces_explain_every_token_of_32_concurrent_requests(live: LiveE
 def test_refused_logprobs_are_the_targets_on_the_drafts_own_prefix(
     live: LiveEngine, prompts, temperature: float, top_p: float
 ):
-    """Divided by the temperature, and not cut by top-p: a rejected token outside the nucleus keeps a
+    """Divided by the temperature, not cut by top-p: a rejected token outside the nucleus keeps a
     finite log-prob.
     """
     model = AutoModelForCausalLM.from_pretrained(live.settings.model_path, dtype=torch.float32)
