@@ -109,12 +109,12 @@ def table(root: Path, seeds: list[int], image: Path) -> None:
     ]
     taus = {
         "after the warm-up": [
-            outcome(root / f"seed_{seed}" / "warmup", "after_warmup")[0] for seed in done
+            outcome(root / f"seed_{seed}" / "warmup", "after_sft")[0] for seed in done
         ]
     }
     seconds: dict[str, list[float]] = {}
     for name, overrides in VARIANTS.items():
-        stage = "after_warmup" if overrides is None else "after_opd"
+        stage = "after_sft" if overrides is None else "after_opd"
         results = [outcome(root / f"seed_{seed}" / slug(name), stage) for seed in done]
         taus[name], seconds[name] = [tau for tau, _ in results], [spent for _, spent in results]
     print(

@@ -47,6 +47,7 @@ PANELS: dict[str, dict[str, list[str]]] = {
         ],
         "started again": [
             "rollout/engine_restarts",
+            "rollout/teacher_restarts",
             "rollout/agent_restarts",
             "rollout/rerun_samples",
         ],

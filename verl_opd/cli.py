@@ -98,9 +98,9 @@ def _run_recipe(
 
         train(cfg, command)
     elif verb == "eval":
-        from verl_opd.controller.run import evaluate
+        from verl_opd.commands.eval import run
 
-        evaluate(cfg, command)
+        run(cfg, command)
     elif verb == "plan":
         from verl_opd.commands.plan import plan
 

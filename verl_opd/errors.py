@@ -21,6 +21,10 @@ class WorkerDied(RunError):
     """A process of the run is gone; the run can go on from its last checkpoint."""
 
 
+class RestartsExhausted(WorkerDied):
+    """A process of the run is gone, and trainer.max_restarts allows no other in its place."""
+
+
 class CheckpointError(RunError):
     """A checkpoint could not be written; those before it are untouched."""
 

@@ -114,7 +114,7 @@ def test_a_run_survives_whatever_dies_and_stops_when_asked(tiny_llama_dir: Path,
     assert re.search(r"trainer rank \d died", said)
     assert re.search(r"agent loop worker \d died", said)
     assert said.count("is lost (") >= 3
-    assert re.search(r"no (token for anybody|answer to \w+) in rollout.stall_timeout=6 s", said)
+    assert re.search(r"no (token for any request|answer to \w+) in rollout.stall_timeout=6 s", said)
     assert "SIGTERM: finishing this step, then a checkpoint" in said
     assert re.search(
         r"stopped; the newest checkpoint is \S*step_\d+; continue with:\nverl-opd train", said

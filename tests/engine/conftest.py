@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,13 @@ from tests.tiny import MASK_TOKEN_ID
 from verl_opd.config.schema import DraftConfig
 from verl_opd.drafts import get_family
 from verl_opd.drafts.base import DraftFamily
-from verl_opd.rollout.server import EngineSettings, GenerateResult, RolloutServer
+from verl_opd.engines.settings import EngineSettings, Host, Speculation
+from verl_opd.rollout.server import GenerateResult, RolloutServer
 
 K = 3
 GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
 FAMILY = get_family("dflash")
+SPECULATION = {field.name for field in fields(Speculation)}
 
 
 @dataclass
@@ -64,8 +66,15 @@ def draft_for(target: Path, directory: Path, seed: int) -> dict[str, Any]:
     return config
 
 
+def changed(settings: EngineSettings, **changes: Any) -> EngineSettings:
+    """`settings` with fields of it, or of its Speculation, replaced."""
+    assert settings.speculation is not None
+    drafting = {name: changes.pop(name) for name in SPECULATION if name in changes}
+    return replace(settings, speculation=replace(settings.speculation, **drafting), **changes)
+
+
 def start_engine(target: Path, directory: Path, **changes: Any) -> LiveEngine:
-    """With a DFlash draft; `changes` replace fields of the settings."""
+    """With a DFlash draft; `changes` replace fields of the settings or of their Speculation."""
     return serve(target, directory, draft_for(target, directory, seed=0), **changes)
 
 
@@ -77,20 +86,23 @@ def serve(
     **changes: Any,
 ) -> LiveEngine:
     """An engine with the draft of `family` in `directory`."""
-    settings = EngineSettings(
-        target_path=str(target),
-        target_dtype="float32",
+    speculation = Speculation(
         draft_path=str(directory),
         method=family.engine_method,
         num_speculative_tokens=K,
         target_layer_ids=tuple(family.layer_ids(config)),
         mask_token_id=family.mask_token_id(config),
         engine_names=family.engine_names,
+    )
+    settings = EngineSettings(
+        model_path=str(target),
+        dtype="float32",
         max_model_len=128,
         max_num_seqs=32,
-        kv_cache_gb=1,
+        host=Host(kv_cache_gb=1),
+        speculation=speculation,
     )
-    settings = replace(settings, **changes)
+    settings = changed(settings, **changes)
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     live = LiveEngine(RolloutServer(settings), settings, config, loop)

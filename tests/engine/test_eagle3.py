@@ -5,7 +5,6 @@ vocabulary arrive where they belong.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from tests.engine.conftest import K, LiveEngine, serve
+from tests.engine.conftest import K, LiveEngine, changed, serve
 from tests.training import process_group
 from verl_opd.config.schema import Config, DraftConfig
 from verl_opd.drafts import get_family
@@ -89,9 +88,9 @@ def roll_out(eagle: LiveEngine, prompts: list[list[int]], name: str) -> list[Tra
 def trainer_for(eagle: LiveEngine, draft_path: str | None = None) -> DraftTrainer:
     cfg = Config()
     cfg.target.path, cfg.target.dtype, cfg.draft.path = (
-        eagle.settings.target_path,
+        eagle.settings.model_path,
         "float32",
-        draft_path or eagle.settings.draft_path,
+        draft_path or eagle.settings.speculation.draft_path,
     )
     cfg.draft.family, cfg.compute.param_dtype, cfg.rollout.num_speculative_tokens = (
         "eagle3",
@@ -155,7 +154,7 @@ def test_token_maps_do_not_travel_and_a_push_without_the_head_is_refused(
     eagle: LiveEngine, tmp_path: Path
 ):
     """C3: the engine must not fall back to the target's head."""
-    tensors = load_file(Path(eagle.settings.draft_path) / "model.safetensors")
+    tensors = load_file(Path(eagle.settings.speculation.draft_path) / "model.safetensors")
     report = push(eagle, tensors, tmp_path / "with-maps", 7)
     assert "unexpected d2t" in report["error"]
     weights = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
@@ -170,7 +169,7 @@ def test_token_maps_do_not_travel_and_a_push_without_the_head_is_refused(
 
 
 def test_another_token_map_in_the_engine_is_found_by_the_probe(eagle: LiveEngine):
-    engine = RolloutServer(replace(eagle.settings, token_map="0" * 32))
+    engine = RolloutServer(changed(eagle.settings, token_map="0" * 32))
     engine._engine = eagle.engine._engine
     with pytest.raises(RolloutError, match="token_map is"):
         eagle.call(engine._probe())

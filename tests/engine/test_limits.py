@@ -7,14 +7,13 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
-from tests.engine.conftest import K, LiveEngine, start_engine
+from tests.engine.conftest import K, LiveEngine, changed, start_engine
 from tests.engine.test_server import request
 from tests.engine.test_traces import trace_of
 from verl_opd.errors import RolloutError
@@ -120,7 +119,7 @@ def test_falling_asleep_ends_what_runs_and_its_trace_still_holds(tight: LiveEngi
 
 def test_every_http_path_that_computes_needs_the_key(tight: LiveEngine):
     url, key = tight.call(tight.engine.http_address())
-    body = {"model": tight.settings.target_path, "prompt": "hi", "max_tokens": 2}
+    body = {"model": tight.settings.model_path, "prompt": "hi", "max_tokens": 2}
     for path in ("/v1/completions", "/v1/models", "/invocations", "/tokenize"):
         assert request(url + path, None, body)[0] == 401
         assert request(url + path, key[:-1], body)[0] == 401
@@ -137,14 +136,14 @@ def test_a_failed_probe_stops_what_it_started(tight: LiveEngine):
         }
 
     before = alive()
-    engine = RolloutServer(replace(tight.settings, mask_token_id=9))
+    engine = RolloutServer(changed(tight.settings, mask_token_id=9))
     with pytest.raises(RolloutError, match="mask_token_id is 3 in the engine, configured 9"):
         tight.call(engine.start())
-    assert engine._engine is not None
+    assert engine._engine.llm is not None
     assert alive() <= before
 
 
 def test_an_engine_argument_that_does_not_exist_is_named(tight: LiveEngine):
-    engine = RolloutServer(replace(tight.settings, engine_kwargs={"no_such_argument": 1}))
+    engine = RolloutServer(changed(tight.settings, engine_kwargs={"no_such_argument": 1}))
     with pytest.raises(RolloutError, match="no_such_argument"):
         tight.call(engine.start())

@@ -57,9 +57,9 @@ def rolled_out(live: LiveEngine, prompts: list[list[int]]) -> list[TrainItem]:
 def trainer_for(live: LiveEngine, draft_path: str | None = None, **changes: Any) -> DraftTrainer:
     cfg = Config()
     cfg.target.path, cfg.target.dtype, cfg.draft.path = (
-        live.settings.target_path,
+        live.settings.model_path,
         "float32",
-        draft_path or live.settings.draft_path,
+        draft_path or live.settings.speculation.draft_path,
     )
     cfg.compute.param_dtype = "float32"
     return DraftTrainer(cfg, {**live.draft_config, **changes}, 0, 1, "cpu")
@@ -93,7 +93,7 @@ def other_rope(live: LiveEngine, patch: pytest.MonkeyPatch, tmp_path: Path) -> D
 
 
 def stale_draft(live: LiveEngine, patch: pytest.MonkeyPatch, tmp_path: Path) -> DraftTrainer:
-    draft_for(Path(live.settings.target_path), tmp_path / "other", seed=9)
+    draft_for(Path(live.settings.model_path), tmp_path / "other", seed=9)
     return trainer_for(live, draft_path=str(tmp_path / "other"))
 
 

@@ -11,8 +11,9 @@ from dataclasses import replace
 import pytest
 
 from tests.engine.conftest import LiveEngine
+from verl_opd.engines.http import HttpServer
+from verl_opd.engines.settings import engine_arguments
 from verl_opd.errors import RolloutError
-from verl_opd.rollout.server import RolloutServer, engine_arguments
 
 pytestmark = pytest.mark.engine
 
@@ -36,7 +37,7 @@ def test_the_openai_server_answers_on_loopback_and_asks_for_the_key(live: LiveEn
     url, key = live.call(live.engine.http_address())
     assert url.startswith("http://127.0.0.1:")
     body = {
-        "model": live.settings.target_path,
+        "model": live.settings.model_path,
         "messages": [{"role": "user", "content": "hi"}],
         "max_tokens": 4,
     }
@@ -77,13 +78,13 @@ def test_an_engine_asleep_refuses_requests_and_wakes_in_order(live: LiveEngine, 
 def test_the_probe_compares_the_live_engine_with_the_configuration(
     live: LiveEngine, change: dict, named: str
 ):
-    kept = live.engine._settings
-    live.engine._settings = replace(kept, **change)
+    kept = live.engine._speculation
+    live.engine._speculation = replace(kept, **change)
     try:
         with pytest.raises(RolloutError, match=f"start-up probe: {named}"):
             live.call(live.engine._probe())
     finally:
-        live.engine._settings = kept
+        live.engine._speculation = kept
 
 
 def test_the_probe_notices_a_recorder_that_sees_nothing(live: LiveEngine):
@@ -95,13 +96,13 @@ def test_the_probe_notices_a_recorder_that_sees_nothing(live: LiveEngine):
         live.call(live.engine.set_recording(True))
 
 
-def test_a_taken_port_is_named(live: LiveEngine):
+def test_a_taken_port_is_named():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(RolloutError, match=f"port {port} on 127.0.0.1 is taken"):
-            RolloutServer(replace(live.settings, http_port=port))._listen()
+            HttpServer(port)
 
 
 def test_engine_kwargs_come_last_and_json_is_parsed(live: LiveEngine):

@@ -104,7 +104,7 @@ def test_fifty_cycles_of_rollout_and_push_leave_nothing_behind(
     pair: list[LiveEngine], tmp_path: Path
 ):
     live = pair[0]
-    tensors = load_file(Path(live.settings.draft_path) / "model.safetensors")
+    tensors = load_file(Path(live.settings.speculation.draft_path) / "model.safetensors")
     prompts = [[20 + i, 30 + i, 40] for i in range(8)]
 
     def cycle(version: int) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from verl_opd.engines.settings import EngineSettings, Host
 from verl_opd.errors import RolloutError
 from verl_opd.opd.trace import TeacherScores
 from verl_opd.rollout.teacher import TeacherServer, TeacherSettings
@@ -28,20 +32,20 @@ class LiveTeacher:
 
 
 def settings(model: Path, **changes) -> TeacherSettings:
-    return TeacherSettings(
-        name="unit",
+    engine = EngineSettings(
         model_path=str(model),
         dtype="float32",
         max_model_len=64,
         max_num_seqs=8,
-        top_k=TOP_K,
+        host=Host(kv_cache_gb=1),
         **changes,
     )
+    return TeacherSettings("unit", engine, top_k=TOP_K)
 
 
 @pytest.fixture(scope="module")
 def teacher(tiny_llama_dir: Path) -> Iterator[LiveTeacher]:
-    live = LiveTeacher(settings(tiny_llama_dir, kv_cache_gb=1))
+    live = LiveTeacher(settings(tiny_llama_dir))
     live.call(live.engine.start())
     yield live
     live.call(live.engine.stop())
@@ -100,3 +104,37 @@ def test_a_model_that_does_not_load_is_named(tmp_path: Path):
     broken = LiveTeacher(settings(tmp_path))
     with pytest.raises(RolloutError, match=f"teacher unit \\({tmp_path}\\) did not start"):
         broken.call(broken.engine.start())
+
+
+def children() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+@pytest.mark.parametrize(
+    ("injury", "reason"),
+    [
+        (signal.SIGSTOP, r"the engine hangs, no token for any request in rollout.stall_timeout=3"),
+        (signal.SIGKILL, "the engine core died|EngineDeadError"),
+    ],
+    ids=["hangs", "dies"],
+)
+def test_a_core_that_hangs_or_dies_is_reported_within_seconds(
+    tiny_llama_dir: Path, injury: signal.Signals, reason: str
+):
+    """Not after rollout.request_timeout, half an hour."""
+    before = children()
+    injured = LiveTeacher(settings(tiny_llama_dir, stall_timeout=3.0))
+    injured.call(injured.engine.start())
+    started = children() - before
+    try:
+        assert injured.call(injured.engine.failure()) == ""
+        for pid in started:
+            os.kill(pid, injury)
+        with pytest.raises(Exception, match=reason):
+            injured.call(injured.engine.score("0-1", (5, 6), (7,)), timeout=60)
+        assert injured.call(injured.engine.failure()) != ""
+    finally:
+        for pid in started & children():
+            os.kill(pid, signal.SIGCONT)
+        injured.call(injured.engine.stop())
+        injured.loop.call_soon_threadsafe(injured.loop.stop)

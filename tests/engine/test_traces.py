@@ -61,7 +61,7 @@ def test_refused_logprobs_are_the_targets_on_the_drafts_own_prefix(
     """Divided by the temperature, and not cut by top-p: a refused token outside the nucleus keeps a
     finite log-prob.
     """
-    model = AutoModelForCausalLM.from_pretrained(live.settings.target_path, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(live.settings.model_path, dtype=torch.float32)
     result = live.generate(
         f"refused-{temperature}-{top_p}",
         prompts[0],
@@ -89,7 +89,7 @@ def test_sampled_rollouts_follow_the_targets_distribution(live: LiveEngine, prom
     count.
     """
     temperature, count = 0.5, 1500
-    model = AutoModelForCausalLM.from_pretrained(live.settings.target_path, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(live.settings.model_path, dtype=torch.float32)
     results = live.generate_all(
         "exact", [prompts[3]] * count, temperature=temperature, max_tokens=2
     )
@@ -176,9 +176,9 @@ def test_replayed_slots_choose_what_the_engine_proposed(live: LiveEngine, prompt
     to agree for this to hold.
     """
     draft = FAMILY.build(live.draft_config, seed=1, init_std=0.02)
-    FAMILY.load_weights(draft, live.settings.draft_path)
+    FAMILY.load_weights(draft, live.settings.speculation.draft_path)
     target = HFTarget(
-        live.settings.target_path, dtype="float32", layer_ids=FAMILY.layer_ids(live.draft_config)
+        live.settings.model_path, dtype="float32", layer_ids=FAMILY.layer_ids(live.draft_config)
     )
     mask = target.embed(torch.tensor(FAMILY.mask_token_id(live.draft_config)))
     mismatched = compared = 0

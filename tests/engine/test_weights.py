@@ -95,7 +95,7 @@ def test_a_wrong_push_is_refused_and_nothing_changes(
     assert problem in reply["error"]
     assert live.call(live.engine.read_back()) == before
     with pytest.raises(
-        WeightSyncError, match=f"refused draft version 99 and still serves {before['version']}"
+        WeightSyncError, match=f"did not load draft version 99 and still serves {before['version']}"
     ):
         prove(reply, snapshot, "replica 0")
 

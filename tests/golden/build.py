@@ -36,9 +36,13 @@ from verl_opd.config.recipes import recipe_names
 from verl_opd.config.schema import Config
 from verl_opd.controller import fleet as fleet_module
 from verl_opd.controller.benchmarks import Benchmarks
+from verl_opd.controller.checkpoints import Checkpoints
 from verl_opd.controller.job import draft_config_of
 from verl_opd.controller.loop import Loop
+from verl_opd.controller.position import Position
 from verl_opd.controller.progress import Progress
+from verl_opd.controller.rollouts import Rollouts
+from verl_opd.controller.stages import Blocks, OnPolicy, Supervised
 from verl_opd.data.loader import Loader
 from verl_opd.data.prompts import Prompt
 from verl_opd.drafts import get_family
@@ -46,6 +50,8 @@ from verl_opd.errors import ConfigError
 from verl_opd.opd import trace as traces
 from verl_opd.opd.metrics import reduce_metrics
 from verl_opd.opd.trace import RolloutSample, TeacherScores
+from verl_opd.report.step_report import StepReporter
+from verl_opd.report.timing import Stopwatch
 from verl_opd.rollout.sync import SyncReport
 from verl_opd.training.trainer import DraftTrainer
 
@@ -260,7 +266,7 @@ def conversations_of(cfg: Config, case: Case) -> Loader[RolloutSample] | None:
 
 
 @contextmanager
-def _no_phase(*args: Any) -> Iterator[Any]:
+def _no_bar(*args: Any) -> Iterator[Any]:
     yield SimpleNamespace(advance=lambda metrics: None)
 
 
@@ -272,8 +278,7 @@ def run_case(case: Case, target: Path, folder: Path) -> Record:
     family, draft_config = get_family(cfg.draft.family), draft_config_of(cfg, target_config())
     record, trainer = Record(), trainer_of(cfg, draft_config)
     ignore = SimpleNamespace(
-        phase=_no_phase,
-        say=lambda text: None,
+        stage=_no_bar,
         acceptance=lambda *args: None,
         write=lambda *args: None,
         begin=lambda *args: folder,
@@ -286,25 +291,39 @@ def run_case(case: Case, target: Path, folder: Path) -> Record:
     logged: Any = SimpleNamespace(log=lambda step, metrics: record.logged.append(dict(metrics)))
     handed_over: Any = SimpleNamespace(path=folder / "push.safetensors", clear=lambda: None)
     held_out = {"golden": prompts_of(range(50, 53))} if case.held_out else {}
-    loop = Loop(
+    prompts = Loader(prompts_of(range(10)), 4, cfg.data.shuffle, cfg.data.seed)
+    at = Position(prompts, Progress(), conversations_of(cfg, case))
+    clock = Stopwatch()
+    rollouts = Rollouts(
         cfg=cfg,
-        block_size=family.block_size(draft_config, cfg.rollout.num_speculative_tokens),
-        total_steps=case.on_policy,
         fleet=made_up,
         trainers=trainers,
-        loader=Loader(prompts_of(range(10)), 4, cfg.data.shuffle, cfg.data.seed),
-        benchmarks=Benchmarks(held_out, cfg.data.max_response_length),
-        store=anything,
-        trackers=logged,
-        console=anything,
         snapshots=handed_over,
-        progress=Progress(),
-        identity={},
-        facts={},
-        sample_log=anything,
-        conversations=conversations_of(cfg, case),
-        reward=cases.reward if case.reward else None,
-        proposable=frozenset(case.proposable) if case.proposable else None,
+        position=at,
+        benchmarks=Benchmarks(held_out, cfg.data.max_response_length),
+        clock=clock,
+    )
+    size = family.block_size(draft_config, cfg.rollout.num_speculative_tokens)
+    blocks = Blocks(size, frozenset(case.proposable) if case.proposable else None)
+    shared = {"cfg": cfg, "blocks": blocks, "rollouts": rollouts, "position": at}
+    on_policy: dict[str, Any] = {
+        "trainers": trainers,
+        "steps": case.on_policy,
+        "reward": cases.reward if case.reward else None,
+        "diagnostics": {},
+    }
+    loop = Loop(
+        stages=(Supervised(**shared, steps=cfg.sft.steps), OnPolicy(**shared, **on_policy)),
+        rollouts=rollouts,
+        trainers=trainers,
+        checkpoints=Checkpoints(
+            store=anything, trainers=trainers, position=at, identity={}, clock=clock
+        ),
+        reporter=StepReporter(
+            trackers=logged, console=anything, samples=anything, clock=clock, diagnostics={}
+        ),
+        progress=at.progress,
+        schedule=cfg.trainer,
     )
     loop.run()
     record.weights = weights_of(trainer)

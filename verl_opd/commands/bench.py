@@ -1,32 +1,32 @@
 """`verl-opd bench`: what recording and syncing cost, measured on the configured target and draft.
 
-Recorder overhead, two ways: the same greedy prompts on the same engines with the recorder on and
-off, in turns, as the median of paired ratios (whatever recording changes, and the noise of the
-machine); and the time spent inside the recorder as a share of the recorded runs (free of noise,
-blind to side effects such as colder caches). Draft push: seconds from the trainer's gather to the
-engine's read-back, over several pushes.
+Recorder overhead is measured in two ways. The same greedy prompts run on the same engines with the
+recorder on and off, in turns: the median of paired ratios holds every effect of recording, and the
+noise of the machine. The time spent inside the recorder, as a share of the recorded runs, is free
+of noise but misses side effects such as colder caches. Draft push: seconds from the trainer's
+gather to the engine's read-back, over several pushes.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import statistics
 import time
 from dataclasses import replace
-
-import ray
 
 from verl_opd.config.load import to_yaml
 from verl_opd.config.schema import Config
 from verl_opd.controller.benchmarks import GREEDY
 from verl_opd.controller.fleet import Fleet
-from verl_opd.controller.job import Job, prepare
+from verl_opd.controller.job import Job
 from verl_opd.controller.progress import SnapshotWriter
-from verl_opd.controller.run import running
+from verl_opd.controller.run import opened, running
 from verl_opd.controller.trainers import Trainers
 from verl_opd.data.prompts import Prompt
-from verl_opd.report.console import Console
-from verl_opd.report.rundir import RunDir, write_atomic
+from verl_opd.report.rundir import write_atomic
+
+log = logging.getLogger(__name__)
 
 PAIRS = 10
 PUSHES = 5
@@ -34,40 +34,32 @@ PUSHES = 5
 
 def run(cfg: Config, argv: list[str]) -> None:
     """Measure and print; writes bench.json into the run directory."""
-    console, job = Console(), prepare(cfg)
-    directory = RunDir(cfg.trainer.run_dir)
-    directory.open(job.identity, resume=True)
-    directory.describe(to_yaml(cfg), argv)
-    with running(replace(job, teachers={}), directory, console, None) as (
-        placement,
-        trainers,
-        fleet,
-    ):
-        writer = SnapshotWriter(
-            directory.root, placement.on_this_node, 2 * trainers.draft_parameters
-        )
-        results = {**_recorder(job, fleet, console), **_push(writer, trainers, fleet)}
-    console.table(
-        "bench", ["measure", "value"], [[name, f"{value:.4g}"] for name, value in results.items()]
-    )
-    write_atomic(directory.root / "bench.json", json.dumps(results, indent=2))
+    with opened(cfg) as (job, directory, console):
+        directory.describe(to_yaml(cfg), argv)
+        with running(replace(job, teachers={}), directory) as (placement, trainers, fleet):
+            size = 2 * trainers.draft_parameters  # bytes, bf16
+            writer = SnapshotWriter(directory.root, placement.on_this_node, size)
+            results = {**_recorder(job, fleet), **_push(writer, trainers, fleet)}
+        rows = [[name, f"{value:.4g}"] for name, value in results.items()]
+        console.table("bench", ["measure", "value"], rows)
+        write_atomic(directory.root / "bench.json", json.dumps(results, indent=2))
 
 
-def _recorder(job: Job, fleet: Fleet, console: Console) -> dict[str, float]:
+def _recorder(job: Job, fleet: Fleet) -> dict[str, float]:
     prompts = job.train[: job.cfg.data.train_batch_size]
     _generate(job, fleet, prompts, True)  # first use compiles and allocates
     ratios, rates = [], []
     recorded = inside = 0.0
     for pair in range(PAIRS):
         order = (True, False) if pair % 2 == 0 else (False, True)
-        before = _recorder_seconds(fleet)
+        before = fleet.recorder_seconds()
         runs = {recording: _generate(job, fleet, prompts, recording) for recording in order}
         speed = {recording: tokens / seconds for recording, (tokens, seconds) in runs.items()}
-        inside += _recorder_seconds(fleet) - before
+        inside += fleet.recorder_seconds() - before
         recorded += runs[True][1] * len(fleet.servers)
         ratios.append(speed[False] / speed[True] - 1)
         rates.append(speed[True])
-        console.say(
+        log.info(
             f"pair {pair + 1}/{PAIRS}: recorder costs {ratios[-1]:+.2%} of {speed[False]:.1f} "
             "tokens/s"
         )
@@ -80,29 +72,10 @@ def _recorder(job: Job, fleet: Fleet, console: Console) -> dict[str, float]:
     }
 
 
-def _recorder_seconds(fleet: Fleet) -> float:
-    """Seconds spent inside the recorders of all replicas so far."""
-    return sum(
-        stats["seconds"]
-        for stats in ray.get([server.recorder_stats.remote() for server in fleet.servers])
-    )
-
-
 def _generate(job: Job, fleet: Fleet, prompts: list[Prompt], recording: bool) -> tuple[int, float]:
     """Tokens and seconds of one greedy run over all replicas."""
-    ray.get([server.set_recording.remote(recording) for server in fleet.servers])
-    ray.get([server.reset_prefix_cache.remote() for server in fleet.servers])
-    started = time.monotonic()
-    sampling = {**GREEDY, "max_tokens": job.cfg.data.max_response_length}
-    tokens = ray.get(
-        [
-            server.generate_tokens.remote(
-                [p.prompt_ids for p in prompts[i :: len(fleet.servers)]], sampling
-            )
-            for i, server in enumerate(fleet.servers)
-        ]
-    )
-    return sum(tokens), time.monotonic() - started
+    fleet.set_recording(recording)
+    return fleet.throughput(prompts, {**GREEDY, "max_tokens": job.cfg.data.max_response_length})
 
 
 def _push(writer: SnapshotWriter, trainers: Trainers, fleet: Fleet) -> dict[str, float]:

@@ -251,9 +251,9 @@ def report(cfg: Config) -> bool:
     console, findings = Console(), diagnose(cfg)
     words = {True: "ok", None: "note", False: "MISSING"}
     for finding in findings:
-        console.say(f"{words[finding.good]:<8}{finding.what:<15}{finding.seen}")
+        console.print(f"{words[finding.good]:<8}{finding.what:<15}{finding.seen}")
         if finding.remedy and finding.good is not True:
-            console.say(f"{'':<23}-> {finding.remedy}")
+            console.print(f"{'':<23}-> {finding.remedy}")
     bad = list(dict.fromkeys(finding.what for finding in findings if finding.good is False))
-    console.say(f"cannot run: {', '.join(bad)}" if bad else "ready to run")
+    console.print(f"cannot run: {', '.join(bad)}" if bad else "ready to run")
     return not bad

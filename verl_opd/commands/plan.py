@@ -298,7 +298,7 @@ def report(
     if variables:
         console.table("environment of the actors", ["role", "variable", "value"], variables)
     if sizes is None:
-        console.say(f"memory: not estimated ({why_not})")
+        console.print(f"memory: not estimated ({why_not})")
         return
     _report_memory(console, cfg, device, sizes, parameters)
 
@@ -319,7 +319,7 @@ def _report_memory(
     )
     peak = estimate(cfg, sizes, device, memory, teachers)
     if device.name == "cpu":
-        console.say(
+        console.print(
             f"peak of the run: about {peak.total:.1f} GB, {cfg.trainer.n_student_workers} student "
             f"worker(s) of {peak.training:.1f} GB"
         )
@@ -327,14 +327,14 @@ def _report_memory(
     known = (
         f"of {memory:.0f} GB" if memory else "(no device here: the engine's share is not counted)"
     )
-    console.say(
+    console.print(
         f"peak of one device {known}: about {peak.rollout:.1f} GB rolling out, {peak.training:.1f} "
         "GB training; "
         f"host: {peak.host:.1f} GB a student worker"
     )
     worst = max(peak.rollout, peak.training)
     if memory and worst > memory:
-        console.say(
+        console.print(
             "note: that is more than a device has; lower rollout.gpu_memory_utilization, "
             "compute.max_tokens_per_micro_batch or "
             "opd.max_response_anchors, or set compute.gradient_checkpointing=true (is "

@@ -15,10 +15,10 @@ GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": -1}
 
 @dataclass(frozen=True)
 class Benchmarks:
-    """Named prompt lists (data.val_files)."""
+    """The benchmarks of data.val_files."""
 
-    prompts: dict[str, list[Prompt]]
-    max_response_length: int
+    prompts: dict[str, list[Prompt]]  # by name; may be empty
+    max_response_length: int  # tokens
 
     def run(self, fleet: Fleet, draft_version: int) -> list[BenchmarkResult]:
         """Roll out every benchmark with the draft that the engines hold."""

@@ -1,41 +1,44 @@
-"""What a run does when one of its processes dies, and when somebody asks it to stop."""
+"""What a run does when one of its processes dies, and when a signal stops it."""
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import ray
 
-from verl_opd.errors import WorkerDied
+from verl_opd.errors import RestartsExhausted
 
+log = logging.getLogger(__name__)
 _PING_SECONDS = 30.0
 
 
 class Restarts:
-    """The budget of trainer.max_restarts: every process that is started again costs one."""
+    """The budget of trainer.max_restarts: every process that is replaced costs one."""
 
-    def __init__(self, allowed: int, say: Callable[[str], None]) -> None:
-        self.allowed, self.left, self._say = allowed, allowed, say
+    def __init__(self, allowed: int) -> None:
+        self.allowed = self.left = allowed
 
-    def spend(self, what: str) -> None:
-        """Say what is started again and why; WorkerDied when nothing is left to spend."""
+    def spend(self, reason: str) -> None:
+        """Take one restart and log its reason; RestartsExhausted when none is left."""
         if self.left <= 0:
-            raise WorkerDied(f"{what}, and trainer.max_restarts={self.allowed} are used up")
+            raise RestartsExhausted(
+                f"{reason}, and trainer.max_restarts={self.allowed} are used up"
+            )
         self.left -= 1
-        self._say(f"{what}: starting again, {self.left} of {self.allowed} restarts left")
+        log.warning(f"{reason}: starting again, {self.left} of {self.allowed} restarts left")
 
 
 class Stopped(Exception):
-    """The run was asked to stop and has written its checkpoint."""
+    """The run received a stop signal and has written its checkpoint."""
 
 
 def asked_to_stop(error: BaseException) -> bool:
-    """Whether `error` answers a request to stop: Stopped, or what Ray's handler of SIGTERM raises
-    while Ray is being started and ours is not in place.
+    """Whether `error` stems from a stop signal: Stopped, or the SystemExit that Ray's own handler
+    of SIGTERM raises during ray.init.
     """
     return isinstance(error, Stopped) or (
         isinstance(error, SystemExit) and error.code == signal.SIGTERM
@@ -43,9 +46,7 @@ def asked_to_stop(error: BaseException) -> bool:
 
 
 class StopSignal:
-    """While entered, the first SIGINT or SIGTERM is only noted; the second one
-    interrupts at once.
-    """
+    """While entered, the first SIGINT or SIGTERM is only noted; the second interrupts at once."""
 
     def __init__(self) -> None:
         self._before: dict[int, Any] = {}
@@ -59,7 +60,7 @@ class StopSignal:
         return self
 
     def arm(self) -> None:
-        """Take the signals, again if somebody else has taken them since: ray.init does."""
+        """Install the handlers, again where another has replaced them: ray.init does."""
         for number in self._before:
             signal.signal(number, self._note)
 
@@ -75,9 +76,8 @@ class StopSignal:
             f"{signal.Signals(number).name}: finishing this step, then a checkpoint; once more to "
             "stop at once\n"
         )
-        os.write(
-            2, text.encode()
-        )  # whoever was interrupted may hold the lock of every buffered stream
+        # unbuffered: the interrupted code may hold the lock of any buffered stream
+        os.write(2, text.encode())
 
 
 def failure(server: Any) -> str:

@@ -4,7 +4,10 @@ phases together and replaced when they die.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -14,14 +17,17 @@ from verl_opd.controller.faults import Restarts, failure, first_line
 from verl_opd.controller.phases import Phase, PhaseMachine
 from verl_opd.controller.placement import Placement, driver_options
 from verl_opd.data.prompts import Prompt
+from verl_opd.engines.settings import EngineSettings
 from verl_opd.errors import RolloutError, WeightSyncError, WorkerDied
 from verl_opd.opd.trace import RolloutSample
 from verl_opd.rollout.agent_loop import AgentLoopWorkerActor, SampleFailure
 from verl_opd.rollout.router import RouterActor
-from verl_opd.rollout.server import EngineSettings, RolloutServerActor
+from verl_opd.rollout.server import RolloutServerActor
 from verl_opd.rollout.sync import SyncReport, push_draft
 from verl_opd.rollout.teacher import TeacherServerActor, TeacherSettings
 from verl_opd.snapshot import DraftSnapshot
+
+log = logging.getLogger(__name__)
 
 _STOP_SECONDS = 60.0
 
@@ -29,9 +35,9 @@ _STOP_SECONDS = 60.0
 class Fleet:
     """Every replica of a run. Methods act on all of them and return when all are done.
 
-    A server or agent loop that dies is started again, as long as `restarts` allow; what it was
-    working on is run again, and nothing else. `say` is told; `snapshot` (set by the loop) gives the
-    draft that all engines hold, for a server that has just been started.
+    A server or agent loop that dies or hangs is replaced, as long as `restarts` allow; the samples
+    it was working on are run again, and no others. `snapshot` (set by the loop) gives the draft
+    that all engines hold, for an engine that has just been started.
     """
 
     def __init__(
@@ -40,27 +46,23 @@ class Fleet:
         placement: Placement,
         settings: Sequence[EngineSettings],
         teachers: Sequence[TeacherSettings] = (),
-        say: Callable[[str], None] = print,
         restarts: Restarts | None = None,
     ) -> None:
-        self._cfg, self._placement, self._settings, self._say = cfg, placement, list(settings), say
-        self._restarts = restarts or Restarts(cfg.trainer.max_restarts, say)
+        self._cfg, self._placement, self._settings = cfg, placement, list(settings)
+        self._teacher_settings = list(teachers)
+        self._restarts = restarts or Restarts(cfg.trainer.max_restarts)
         self.counts = {"engine_restarts": 0, "agent_restarts": 0, "rerun_samples": 0}
+        if teachers:
+            self.counts["teacher_restarts"] = 0
         self.snapshot: Callable[[], DraftSnapshot] | None = None
         self._drafting = True
         self.servers = [self._new_server(index) for index in range(len(settings))]
         self.phases = [PhaseMachine(index) for index in range(len(settings))]
-        self._teachers: list[Any] = []
-        self._by_name: dict[str, list[Any]] = {}
-        for index, teacher in enumerate(teachers):
-            server = TeacherServerActor.options(**placement.teacher_options(index)).remote(teacher)
-            self._teachers.append(server)
-            self._by_name.setdefault(teacher.name, []).append(server)
-        placement.actors.extend(self._teachers)
+        self._teachers = [self._new_teacher(index) for index in range(len(teachers))]
         self._router = RouterActor.options(**driver_options()).remote(len(settings))
         placement.actors.append(self._router)
         count = cfg.rollout.agent.num_workers or cfg.trainer.n_student_workers
-        self._agents = [self._new_agent() for _ in range(count)]
+        self._agents = [self._new_agent(index) for index in range(count)]
 
     def _new_server(self, index: int) -> Any:
         server = RolloutServerActor.options(**self._placement.actor_options(index)).remote(
@@ -69,22 +71,33 @@ class Fleet:
         self._placement.actors.append(server)
         return server
 
-    def _new_agent(self) -> Any:
-        rollout = self._cfg.rollout
+    def _new_teacher(self, index: int) -> Any:
+        server = TeacherServerActor.options(**self._placement.teacher_options(index)).remote(
+            self._teacher_settings[index]
+        )
+        self._placement.actors.append(server)
+        return server
+
+    def _new_agent(self, index: int) -> Any:
+        rollout, engine_log = self._cfg.rollout, self._settings[0].host.log_path
+        teachers: dict[str, list[Any]] = {}
+        for settings, server in zip(self._teacher_settings, self._teachers, strict=True):
+            teachers.setdefault(settings.name, []).append(server)
         agent = AgentLoopWorkerActor.options(**driver_options()).remote(
             rollout.agent.loop,
             self.servers,
             self._router,
             rollout.agent.max_concurrency,
             rollout.request_timeout,
-            self._by_name,
+            teachers,
+            engine_log and str(Path(engine_log).with_name(f"agent_{index}.log")),
         )
         self._placement.actors.append(agent)
         return agent
 
     def start(self) -> list[dict[str, Any]]:
-        """Bring all engines up, teachers included, and return the probe reports of those that
-        draft; RolloutError when one does not come up in rollout.start_timeout.
+        """Start all engines, teachers included, and return the start reports of those that draft;
+        RolloutError when one does not start within rollout.start_timeout.
         """
         reports = self._start([*self.servers, *self._teachers])
         self._target = self._target_checksums()[0]
@@ -101,8 +114,8 @@ class Fleet:
             if found != self._target:
                 raise WeightSyncError(
                     f"engine {index} does not hold the target that engine 0 loaded at the start "
-                    f"(checksum {found}, there {self._target}): "
-                    "what it rolled out since the last proof is not the target's"
+                    f"(checksum {found}, there {self._target}): its rollouts since the last check "
+                    "are not the target's"
                 )
 
     def _start(self, servers: Sequence[Any]) -> list[dict[str, Any]]:
@@ -127,8 +140,8 @@ class Fleet:
         draft_version: int,
         score: bool = False,
     ) -> list[RolloutSample]:
-        """One sample per prompt, in prompt order; with `score`, also scored by the teacher servers
-        that are there.
+        """One sample per prompt, in prompt order; with `score`, scored by the teacher servers of
+        the run, if there are any.
         """
         for phase in self.phases:
             phase.require_rollout()
@@ -146,11 +159,11 @@ class Fleet:
             if len(left) == before and not replaced:
                 raise RolloutError(
                     f"none of {before} samples came back, {left[0].sample_id} among them, and "
-                    "every engine says it is well"
+                    "every engine reports that it is healthy"
                 )
             if left:
                 self.counts["rerun_samples"] += len(left)
-                self._say(
+                log.info(
                     f"{len(left)} of {len(prompts)} samples are run again: "
                     f"{', '.join(p.sample_id for p in left[:8])}"
                 )
@@ -159,8 +172,8 @@ class Fleet:
     def _attempt(
         self, prompts: Sequence[Prompt], sampling: dict[str, Any], draft_version: int, score: bool
     ) -> tuple[list[RolloutSample | SampleFailure], bool]:
-        """What became of each prompt, and whether somebody died meanwhile, who is there again now.
-        RolloutError when samples failed and nobody died.
+        """The outcome of each prompt, and whether a process had to be replaced. RolloutError when
+        samples failed and every process is healthy.
         """
         shares = [list(prompts[i :: len(self._agents)]) for i in range(len(self._agents))]
         work = {
@@ -173,19 +186,19 @@ class Fleet:
         for index, part in work.items():
             try:
                 outcomes.extend(ray.get(part))
-            # raised in the agent loop, which lives: the death of somebody it talks to looks like
-            # its own
+            # raised inside a living agent loop: the death of a server that it called is an actor
+            # error too
             except ray.exceptions.RayTaskError:
                 raise
             except ray.exceptions.RayActorError as error:
                 self._restarts.spend(f"agent loop worker {index} died ({first_line(error)})")
                 self._discard(self._agents[index])
-                self._agents[index] = self._new_agent()
+                self._agents[index] = self._new_agent(index)
                 self.counts["agent_restarts"] += 1
                 replaced = True
         failures = [outcome for outcome in outcomes if isinstance(outcome, SampleFailure)]
         replaced = self.replace_failed() or replaced
-        if replaced:  # nothing is in flight now, and what died has not signed off
+        if replaced:  # nothing is in flight now, and dead agent loops released nothing
             ray.get(self._router.reset.remote())
         if failures and not replaced:
             raise RolloutError(f"sample {failures[0].sample_id}: {failures[0].reason}")
@@ -195,38 +208,29 @@ class Fleet:
 
     def deaths(self) -> list[str]:
         """Servers that cannot go on, teachers included, and why."""
-        engines = [
-            f"engine {index} is lost ({why})"
-            for index, server in enumerate(self.servers)
-            if (why := failure(server))
-        ]
+        engines = [f"engine {index} is lost ({why})" for index, why in _failed(self.servers)]
         return engines + [
-            f"teacher {index} is lost ({why})"
-            for index, server in enumerate(self._teachers)
-            if (why := failure(server))
+            f"teacher {index} is lost ({why})" for index, why in _failed(self._teachers)
         ]
 
     def replace_failed(self) -> bool:
-        """Start every server again that no longer answers or says it cannot go on; whether there
-        was one. WorkerDied when restarts are used up, or a whole node is lost.
+        """Replace every server that does not answer, died or hangs; whether there was one.
+        RestartsExhausted when no restart is left, WorkerDied when a whole node is lost.
         """
-        failed = {
-            index: reason
-            for index, server in enumerate(self.servers)
-            if (reason := failure(server))
-        }
-        if (
-            lost := self._placement.lost_nodes()
-            # asked after the engines, whose silence may be the first sign; trainer ranks lived
-            # there too
-        ):
+        engines, teachers = _failed(self.servers), _failed(self._teachers)
+        # checked after the servers, whose silence may be the first sign; trainer ranks lived there
+        # too
+        if lost := self._placement.lost_nodes():
             raise WorkerDied(f"node {', '.join(lost)} is lost")
-        for index, reason in failed.items():
+        for index, reason in engines:
             self._restarts.spend(f"engine {index} is lost ({reason})")
-            self._replace(index)
-        return bool(failed)
+            self._replace_server(index)
+        for index, reason in teachers:
+            self._restarts.spend(f"teacher {index} is lost ({reason})")
+            self._replace_teacher(index)
+        return bool(engines or teachers)
 
-    def _replace(self, index: int) -> None:
+    def _replace_server(self, index: int) -> None:
         """A new server in the place of a dead one, with the draft, drafting switch and phase of the
         others.
         """
@@ -239,15 +243,28 @@ class Fleet:
         ray.get(server.set_drafting.remote(self._drafting))
         if self.phases[index].phase is Phase.ASLEEP:
             ray.get(server.sleep.remote(self._placement.device.sleep_level))
+        self._announce("replace_server", index, server)
+        self.counts["engine_restarts"] += 1
+        log.info(f"engine {index} is replaced ({report['seconds']:.0f} s), HTTP at {report['url']}")
+
+    def _replace_teacher(self, index: int) -> None:
+        """A new teacher server in the place of a dead one."""
+        self._discard(self._teachers[index])
+        server = self._teachers[index] = self._new_teacher(index)
+        (report,) = self._start([server])
+        names = [settings.name for settings in self._teacher_settings]
+        self._announce("replace_teacher", names[index], names[:index].count(names[index]), server)
+        self.counts["teacher_restarts"] += 1
+        log.info(f"teacher {index} ({names[index]}) is replaced ({report['seconds']:.0f} s)")
+
+    def _announce(self, method: str, *place: Any) -> None:
+        """Give every agent loop the server that is new in `place`."""
         for agent in self._agents:
             try:
-                ray.get(agent.replace_server.remote(index, server))
-            except (
-                ray.exceptions.RayActorError
-            ):  # found, and replaced with the current servers, at the next rollout
+                ray.get(getattr(agent, method).remote(*place))
+            # the next rollout finds it dead, and replaces it by one that has the current servers
+            except ray.exceptions.RayActorError:
                 continue
-        self.counts["engine_restarts"] += 1
-        self._say(f"engine {index} is back ({report['seconds']:.0f} s), HTTP at {report['url']}")
 
     def _discard(self, actor: Any) -> None:
         ray.kill(actor, no_restart=True)
@@ -275,7 +292,7 @@ class Fleet:
         """Wake weights, push and prove the draft, wake the KV cache, drop cached prefixes: the only
         order that is allowed.
         """
-        self.replace_failed()  # an engine may have died asleep, while the trainers worked
+        self.replace_failed()  # an engine may have died asleep, during the update
         self._advance("wake_weights")
         ray.get([server.wake.remote(["weights"]) for server in self.servers])
         self._advance("sync")
@@ -286,15 +303,21 @@ class Fleet:
         ray.get([server.reset_prefix_cache.remote() for server in self.servers])
         return report
 
+    def _advance(self, action: str) -> None:
+        for phase in self.phases:
+            phase.advance(action)
+
+    # -- measurements ------------------------------------------------------------------------------
+
     def recorder_metrics(self) -> dict[str, float]:
-        """What the recorders counted since the engines started, added up over replicas, and how
-        often something died; a broken trace is one that does not explain its response.
+        """Counters of all recorders since the engines started, added up over replicas, and how
+        often a process was replaced. A broken trace is one that does not explain its response.
         """
         names, counted = ("steps", "errors", "expired", "broken_traces"), dict[str, float]()
         try:
-            stats = ray.get([server.recorder_stats.remote() for server in self.servers])
+            stats = _recorder_stats(self.servers)
         except (ray.exceptions.RayError, RolloutError):
-            self._say("an engine does not answer; it is looked after at the next rollout")
+            log.info("an engine does not answer; the next rollout checks and replaces it")
         else:
             counted = {
                 f"opd/recorder/{name}": float(sum(entry[name] for entry in stats)) for name in names
@@ -304,13 +327,34 @@ class Fleet:
             **{f"rollout/{name}": float(count) for name, count in self.counts.items()},
         }
 
-    def _advance(self, action: str) -> None:
-        for phase in self.phases:
-            phase.advance(action)
+    def recorder_seconds(self) -> float:
+        """Seconds spent inside the recorders of all replicas so far."""
+        return float(sum(entry["seconds"] for entry in _recorder_stats(self.servers)))
+
+    def set_recording(self, enabled: bool) -> None:
+        """Turn all recorders on or off between rollouts; without one, no trace is recorded."""
+        ray.get([server.set_recording.remote(enabled) for server in self.servers])
+
+    def throughput(self, prompts: Sequence[Prompt], sampling: dict[str, Any]) -> tuple[int, float]:
+        """(tokens, seconds) of generating from all prompts, spread over all replicas, with empty
+        prefix caches and without collecting traces.
+        """
+        count = len(self.servers)
+        ray.get([server.reset_prefix_cache.remote() for server in self.servers])
+        started = time.monotonic()
+        tokens: list[int] = ray.get(
+            [
+                server.generate_tokens.remote([p.prompt_ids for p in prompts[i::count]], sampling)
+                for i, server in enumerate(self.servers)
+            ]
+        )
+        return sum(tokens), time.monotonic() - started
+
+    # -- the end -----------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """End engines and HTTP, and the servers themselves; what those leave behind that did not
-        answer is cleaned up after them.
+        """End engines and HTTP, then the servers themselves. The processes of a server that does
+        not answer are cleaned up after it.
         """
         servers = [*self.servers, *self._teachers]
         _, late = ray.wait(
@@ -319,9 +363,19 @@ class Fleet:
             timeout=_STOP_SECONDS,
         )
         if late:
-            self._say(
+            log.warning(
                 f"{len(late)} of {len(servers)} engines did not stop within {_STOP_SECONDS:.0f} s "
                 "and are killed"
             )
         for server in servers:
             ray.kill(server, no_restart=True)
+
+
+def _failed(servers: Sequence[Any]) -> list[tuple[int, str]]:
+    """(index, reason) of every server that cannot go on."""
+    return [(i, reason) for i, server in enumerate(servers) if (reason := failure(server))]
+
+
+def _recorder_stats(servers: Sequence[Any]) -> list[dict[str, Any]]:
+    stats: list[dict[str, Any]] = ray.get([server.recorder_stats.remote() for server in servers])
+    return stats

@@ -36,29 +36,28 @@ from verl_opd.targets.tokens import check_mask_token, check_same_vocabulary, sto
 _ORIGIN = "verl_opd"
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Job:
     """A run that has passed every check which needs no process: models, data, device."""
 
     cfg: Config
     device: Device
-    draft_config: dict[str, Any]
+    draft_config: dict[str, Any]  # config.json of the draft
     train: list[Prompt]
-    train_report: DataReport
-    benchmarks: dict[str, list[Prompt]]
-    conversations: (
-        Callable[[], tuple[list[RolloutSample], ConversationReport]] | None
-    )  # what warm-up learns from; None = text that the target writes
-    vocabulary: Vocabulary | None
-    decode: Callable[[Sequence[int]], str]
-    reward: Reward | None
-    teachers: dict[
-        str, str
-    ]  # servers to start, name -> model; empty = the trainer's own copy of the target scores
-    notes: list[str]  # what stops nothing and should be known
+    train_report: DataReport  # how the rows of data.train_files became `train`
+    benchmarks: dict[str, list[Prompt]]  # held-out prompts by name
+    # reads what supervised steps learn from; None = text that the target writes
+    conversations: Callable[[], tuple[list[RolloutSample], ConversationReport]] | None
+    vocabulary: Vocabulary | None  # of the draft, when it is not the target's
+    decode: Callable[[Sequence[int]], str]  # token ids -> text
+    reward: Reward | None  # of opd.reward
+    # servers to start, name -> model; empty = the trainer's own copy of the target scores
+    teachers: dict[str, str]
+    notes: list[str]  # what stops nothing but should be known
 
     @property
     def token_map(self) -> str | None:
+        """Checksum of the draft's own vocabulary, as the engine reports it; None without one."""
         if self.vocabulary is None:
             return None
         return checksum(
@@ -80,8 +79,8 @@ class Job:
         }
 
     @property
-    def facts(self) -> dict[str, object]:
-        """What a diagnosis shows: how the draft sees its target, as configured."""
+    def diagnostics(self) -> dict[str, object]:
+        """How the draft sees its target, as configured: printed with every diagnosis."""
         family, config = get_family(self.cfg.draft.family), self.draft_config
         return {
             "family": family.name,
@@ -97,44 +96,81 @@ class Job:
 
 def prepare(cfg: Config) -> Job:
     """Load tokenizer, data and configs; ConfigError for whatever cannot work. Starts nothing."""
-    from transformers import AutoConfig, AutoTokenizer
-
     device = resolve_device(cfg.trainer.device)
-    trust = cfg.target.trust_remote_code
-    try:
-        target_config = AutoConfig.from_pretrained(cfg.target.path, trust_remote_code=trust)
-        tokenizer = AutoTokenizer.from_pretrained(cfg.target.path, trust_remote_code=trust)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"target.path={cfg.target.path} cannot be read: {error}") from error
-    check_target_supported(target_config)
+    target, tokenizer = _read_target(cfg)
+    check_target_supported(target)
     check_isolation(device, os.environ)
     if device.name == "npu":
-        check_npu(cfg, target_config.num_hidden_layers, os.environ)
+        check_npu(cfg, target.num_hidden_layers, os.environ)
 
     family = get_family(cfg.draft.family)
     if family.v2_runner and device.name == "cpu":
         raise ConfigError(
-            f"draft.family={family.name} is drafted with by vLLM's V2 model runner only, which "
-            "does not run on a CPU: use an accelerator, or dflash or eagle3"
+            f"draft.family={family.name} needs vLLM's V2 model runner, which does not run on "
+            "a CPU: use an accelerator, or dflash or eagle3"
         )
-    draft_config = draft_config_of(cfg, target_config)
-    trained_with, now = (
-        draft_config.get(_ORIGIN, {}),
-        {"apply_chat_template_kwargs": dict(cfg.data.apply_chat_template_kwargs)},
-    )
-    notes = (
-        []
-        if not trained_with or trained_with == now
-        else [f"this draft was trained with {trained_with}, this run uses {now}"]
-    )
-    draft_config = {**draft_config, _ORIGIN: now}
-    mask, stop_ids = (
-        family.mask_token_id(draft_config),
-        stop_token_ids(cfg.target.path, target_config, tokenizer),
-    )
+    draft_config, notes = _marked(draft_config_of(cfg, target), cfg)
+    mask = family.mask_token_id(draft_config)
+    stop_ids = stop_token_ids(cfg.target.path, target, tokenizer)
     if cfg.draft.path is None and mask is not None:
-        check_mask_token(mask, tokenizer, target_config.vocab_size, stop_ids)
+        check_mask_token(mask, tokenizer, target.vocab_size, stop_ids)
 
+    teachers = teacher_models(cfg)
+    for name, model in teachers.items():
+        check_same_vocabulary(
+            f"teacher.models.{name}",
+            model,
+            tokenizer,
+            target.vocab_size,
+            cfg.target.trust_remote_code,
+        )
+    train, report, benchmarks = _load_prompts(cfg, tokenizer, teachers)
+    return Job(
+        cfg=cfg,
+        device=device,
+        draft_config=draft_config,
+        train=train,
+        train_report=report,
+        benchmarks=benchmarks,
+        conversations=_conversations(cfg, tokenizer, stop_ids),
+        vocabulary=family.vocabulary(draft_config, cfg.draft.path),
+        decode=lambda ids: str(tokenizer.decode(list(ids))),
+        reward=None if cfg.opd.reward is None else load_reward(cfg.opd.reward),
+        teachers=teachers,
+        notes=notes,
+    )
+
+
+def _read_target(cfg: Config) -> tuple[PretrainedConfig, Any]:
+    """Configuration and tokenizer of the target."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    path, trust = cfg.target.path, cfg.target.trust_remote_code
+    try:
+        return (
+            AutoConfig.from_pretrained(path, trust_remote_code=trust),
+            AutoTokenizer.from_pretrained(path, trust_remote_code=trust),
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"target.path={path} cannot be read: {error}") from error
+
+
+def _marked(draft_config: dict[str, Any], cfg: Config) -> tuple[dict[str, Any], list[str]]:
+    """`draft_config` with what this run trains it with, and a note when it was trained with
+    something else before.
+    """
+    before = draft_config.get(_ORIGIN, {})
+    now = {"apply_chat_template_kwargs": dict(cfg.data.apply_chat_template_kwargs)}
+    notes = []
+    if before and before != now:
+        notes.append(f"this draft was trained with {before}, this run uses {now}")
+    return {**draft_config, _ORIGIN: now}, notes
+
+
+def _load_prompts(
+    cfg: Config, tokenizer: Any, teachers: dict[str, str]
+) -> tuple[list[Prompt], DataReport, dict[str, list[Prompt]]]:
+    """Prompts to train on, how their rows were read, and the benchmarks by name."""
     data = cfg.data
     load = partial(
         load_prompts,
@@ -143,11 +179,6 @@ def prepare(cfg: Config) -> Job:
         max_prompt_length=data.max_prompt_length,
         template_kwargs=data.apply_chat_template_kwargs,
     )
-    teachers = teacher_models(cfg)
-    for name, model in teachers.items():
-        check_same_vocabulary(
-            f"teacher.models.{name}", model, tokenizer, target_config.vocab_size, trust
-        )
     train, report = load(
         data.train_files,
         max_samples=data.max_samples,
@@ -158,30 +189,26 @@ def prepare(cfg: Config) -> Job:
         name: load([path], max_samples=data.val_max_samples)[0]
         for name, path in data.val_files.items()
     }
-    conversations = partial(
-        load_conversations,
-        cfg.sft.files,
-        tokenizer,
-        key=cfg.sft.messages_key,
-        max_length=data.max_prompt_length + data.max_response_length,
-        stop_ids=stop_ids,
-        template_kwargs=data.apply_chat_template_kwargs,
-    )
-    vocabulary = family.vocabulary(draft_config, cfg.draft.path)
-    reward = None if cfg.opd.reward is None else load_reward(cfg.opd.reward)
-    return Job(
-        cfg,
-        device,
-        draft_config,
-        train,
-        report,
-        benchmarks,
-        cache(conversations) if cfg.sft.files else None,
-        vocabulary,
-        lambda ids: str(tokenizer.decode(list(ids))),
-        reward,
-        teachers,
-        notes,
+    return train, report, benchmarks
+
+
+def _conversations(
+    cfg: Config, tokenizer: Any, stop_ids: frozenset[int]
+) -> Callable[[], tuple[list[RolloutSample], ConversationReport]] | None:
+    """Reads sft.files when it is called first; None without any."""
+    if not cfg.sft.files:
+        return None
+    data = cfg.data
+    return cache(
+        partial(
+            load_conversations,
+            cfg.sft.files,
+            tokenizer,
+            key=cfg.sft.messages_key,
+            max_length=data.max_prompt_length + data.max_response_length,
+            stop_ids=stop_ids,
+            template_kwargs=data.apply_chat_template_kwargs,
+        )
     )
 
 

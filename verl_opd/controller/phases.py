@@ -1,5 +1,5 @@
 """The order in which one rollout replica sleeps, receives weights and wakes. Any other order is
-refused.
+an error.
 """
 
 from __future__ import annotations
@@ -8,10 +8,12 @@ from enum import Enum
 
 
 class Phase(str, Enum):
+    """What a replica is ready for."""
+
     ROLLOUT = "rollout"  # awake, serving requests
     ASLEEP = "asleep"  # memory released (or only paused, where the device cannot release it)
     WEIGHTS = "weights"  # weights mapped again, no KV cache
-    SYNCED = "synced"  # draft pushed and proven
+    SYNCED = "synced"  # draft pushed and read back
     KV_CACHE = "kv_cache"  # KV cache mapped, still holding entries of the old draft
 
 
@@ -25,10 +27,10 @@ _TRANSITIONS = {
 
 
 class PhaseMachine:
-    """Where one replica stands between two rollouts.
+    """The phase of one replica.
 
     `advance(action)` is called before the action is sent; RuntimeError names the replica, its phase
-    and what is allowed instead.
+    and the actions that are allowed in it.
     """
 
     def __init__(self, replica: int) -> None:

@@ -1,11 +1,11 @@
-"""Ray: start or join it, reserve one bundle a student worker, and say what each actor of a worker
-gets.
+"""Ray: start or join it, reserve one bundle per student worker, and give the options of each
+actor.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,35 +22,31 @@ from verl_opd.devices import Device, available_cores, split_cores
 from verl_opd.errors import ConfigError
 from verl_opd.process import clean_up_after
 
+log = logging.getLogger(__name__)
+
 _BUNDLE_CPUS = 1.0
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one student worker or teacher server lives: its bundle, its Ray node and that node's
-    address, and its share of that machine's cores.
-    """
+    """Where one student worker or teacher server runs."""
 
-    index: int
-    node_id: str
+    index: int  # of its bundle in the placement group
+    node_id: str  # Ray's id of the node
     node_ip: str
-    cores: tuple[int, ...]
+    cores: tuple[int, ...]  # its share of that machine's cores
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Placement:
-    """Reserved resources of a run: a bundle for every student worker, and in a group of its own one
-    for every teacher server.
+    """Reserved resources of a run. `close` frees what this process took, and nothing else."""
 
-    `close` gives back what this process took and touches nothing else.
-    """
-
-    group: PlacementGroup
+    group: PlacementGroup  # one bundle per student worker
     device: Device
-    slots: list[Slot]
-    teacher_group: PlacementGroup | None = None
-    teacher_slots: list[Slot] = field(default_factory=list)
-    actors: list[Any] = field(default_factory=list)
+    slots: list[Slot]  # one per bundle of `group`
+    teacher_group: PlacementGroup | None = None  # one bundle per teacher server
+    teacher_slots: list[Slot] = field(default_factory=list)  # one per bundle of `teacher_group`
+    actors: list[Any] = field(default_factory=list)  # handles of all actors, ended by `close`
 
     @property
     def on_this_node(self) -> bool:
@@ -108,8 +104,8 @@ def driver_options() -> dict[str, Any]:
 
 
 def start_ray(cfg: Config, teachers: int = 0) -> None:
-    """Join the cluster named by ray.address or RAY_ADDRESS, else start a local one with room for
-    all workers, which ends with this process.
+    """Join the cluster at ray.address or RAY_ADDRESS. Without either, start a local one with room
+    for all workers, which ends with this process.
     """
     address = cfg.ray.address or os.environ.get("RAY_ADDRESS")
     runtime_env = dict(cfg.ray.runtime_env)
@@ -122,19 +118,24 @@ def start_ray(cfg: Config, teachers: int = 0) -> None:
     if address:
         ray.init(address=address, **quiet)
         return
-    clean_up_after(children=True)  # agents of a local Ray outlive a killed driver by a minute
+    clean_up_after(children=True)  # a local Ray's agents outlive a killed driver by a minute
     cpus = cfg.ray.num_cpus or max(len(available_cores()), cfg.trainer.n_student_workers + teachers)
     options = {"address": "local", "num_cpus": cpus, "include_dashboard": False, **quiet}
     try:
         ray.init(**options)
-    # Ray's own type for this one; a raylet gets 30 s (ray._private.node), which a busy machine may
-    # exceed once
     except Exception as error:
-        if "timed out during startup" not in str(error):
+        if not _raylet_was_late(error):
             raise
-        print("Ray did not come up in its 30 s; trying once more", file=sys.stderr)
+        log.warning("Ray did not start within its 30 s; trying once more")
         ray.shutdown()
         ray.init(**options)
+
+
+def _raylet_was_late(error: Exception) -> bool:
+    """Whether a busy machine exceeded the 30 s that Ray gives a raylet to register. Ray has no type
+    for it: ray/_private/node.py (2.60), Node.__init__, raises a bare Exception with this text.
+    """
+    return "timed out during startup" in str(error)
 
 
 def place(cfg: Config, device: Device, teachers: int = 0, timeout: float = 60.0) -> Placement:
@@ -151,20 +152,22 @@ def place(cfg: Config, device: Device, teachers: int = 0, timeout: float = 60.0)
         _check_size(bundle, workers, teachers)
         for count in filter(None, (workers, teachers)):
             groups.append(_reserve(bundle, count, timeout))
-        everyone = _slots(
-            [(group, index) for group in groups for index in range(group.bundle_count)]
-        )
-        slots, teacher_slots = (
-            everyone[:workers],
-            [replace(slot, index=index) for index, slot in enumerate(everyone[workers:])],
-        )
+        every = _slots([(group, i) for group in groups for i in range(group.bundle_count)])
+        slots = every[:workers]
+        teacher_slots = [replace(slot, index=i) for i, slot in enumerate(every[workers:])]
         nodes = len({slot.node_id for slot in slots})
         if cfg.trainer.nnodes > 1 and nodes != cfg.trainer.nnodes:
             raise ConfigError(
                 f"trainer.nnodes={cfg.trainer.nnodes}, but Ray placed the student workers on "
                 f"{nodes} node(s): correct the number"
             )
-        return Placement(groups[0], device, slots, groups[1] if teachers else None, teacher_slots)
+        return Placement(
+            group=groups[0],
+            device=device,
+            slots=slots,
+            teacher_group=groups[1] if teachers else None,
+            teacher_slots=teacher_slots,
+        )
     except BaseException:
         for group in groups:
             remove_placement_group(group)

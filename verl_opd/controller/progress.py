@@ -1,48 +1,62 @@
-"""Where a run stands: the counters and results that a checkpoint carries, and where snapshots are
-handed over.
+"""How far a run is: the counters and results that a checkpoint carries, and the file through which
+drafts are handed over.
 """
 
 from __future__ import annotations
 
 import secrets
 import shutil
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from verl_opd.opd.trace import RolloutSample, VerifyTrace
 from verl_opd.process import clean_up_after
-from verl_opd.report.acceptance import BenchmarkResult
+from verl_opd.report.acceptance import BenchmarkResult, results_by_stage
 from verl_opd.rollout.sync import SyncReport
+
+SFT, OPD = "sft", "opd"  # names of the stages
 
 
 @dataclass
 class Progress:
-    """warmup_step, opd_step: rollout steps done. version: optimiser steps done = version of the
-    draft. results: stage -> benchmarks. pool: target text that warm-up steps draw from (token ids;
-    traces are not needed there). sync: report of the last push.
-    """
+    """Counters and results of a run."""
 
-    warmup_step: int = 0
-    opd_step: int = 0
-    version: int = 0
+    steps: Counter[str] = field(default_factory=Counter)  # stage -> steps done
+    version: int = 0  # optimiser steps done = version of the draft
+    # point of the run ("before", "after_sft", "after_opd") -> benchmarks measured there
     results: dict[str, list[BenchmarkResult]] = field(default_factory=dict)
+    # text that supervised steps draw from (token ids; traces are not needed there)
     pool: list[RolloutSample] = field(default_factory=list)
+    # report of the last push of a draft to the engines
     sync: SyncReport = field(default_factory=lambda: SyncReport(0, 0.0, 0, 0))
 
     @property
     def global_step(self) -> int:
-        return self.warmup_step + self.opd_step
+        return self.steps.total()
+
+    def metrics(self) -> dict[str, float]:
+        """Counters and the last push, as they are logged with every step."""
+        return {
+            "opd/weight_sync/version": self.sync.version,
+            "opd/weight_sync/seconds": self.sync.seconds,
+            "opd/weight_sync/bytes": self.sync.bytes,
+            "opd/weight_sync/draft_tensor_count": self.sync.tensor_count,
+            "training/global_step": self.global_step,
+            "training/update_step": self.version,
+        }
 
     def state(self) -> dict[str, Any]:
         """JSON form; `from_state` inverts it except for `sync` and the pool's traces."""
         return {
-            "warmup_step": self.warmup_step,
-            "opd_step": self.opd_step,
+            f"{SFT}_step": self.steps[SFT],
+            f"{OPD}_step": self.steps[OPD],
             "version": self.version,
             "results": {
-                stage: [result.as_dict() for result in results]
-                for stage, results in self.results.items()
+                point: [result.as_dict() for result in results]
+                for point, results in self.results.items()
             },
             "pool": [
                 [sample.sample_id, sample.data_source, sample.prompt_ids, sample.response_ids]
@@ -51,13 +65,9 @@ class Progress:
         }
 
     @classmethod
-    def from_state(cls, state: dict[str, Any]) -> Progress:
-        results = {
-            stage: [
-                BenchmarkResult(**{**row, "by_position": tuple(row["by_position"])}) for row in rows
-            ]
-            for stage, rows in state["results"].items()
-        }
+    def from_state(cls, state: Mapping[str, Any]) -> Progress:
+        """Also reads the state of checkpoints that call the supervised stage `warmup`."""
+        supervised = state["warmup_step"] if "warmup_step" in state else state[f"{SFT}_step"]
         pool = [
             RolloutSample(
                 sample_id,
@@ -70,7 +80,12 @@ class Progress:
             )
             for sample_id, source, prompt, response in state["pool"]
         ]
-        return cls(state["warmup_step"], state["opd_step"], state["version"], results, pool)
+        return cls(
+            steps=Counter({SFT: supervised, OPD: state[f"{OPD}_step"]}),
+            version=state["version"],
+            results=results_by_stage(state["results"]),
+            pool=pool,
+        )
 
 
 class SnapshotWriter:
@@ -87,5 +102,5 @@ class SnapshotWriter:
         clean_up_after([self.path])
 
     def clear(self) -> None:
-        """Remove the file: nobody needs it once a push is proven."""
+        """Remove the file: it is not needed once a push is proven."""
         self.path.unlink(missing_ok=True)

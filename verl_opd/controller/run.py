@@ -1,134 +1,58 @@
-"""`verl-opd train` and `verl-opd eval`: check everything that can be checked, then start processes,
-run, and sum up.
-"""
+"""`verl-opd train`: check what can be checked, then start processes, train and sum up."""
 
 from __future__ import annotations
 
-import json
+import logging
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import ray
 
 from verl_opd.config.load import to_yaml
 from verl_opd.config.schema import Config
 from verl_opd.controller.benchmarks import Benchmarks
+from verl_opd.controller.checkpoints import Checkpoints
 from verl_opd.controller.faults import Restarts, Stopped, StopSignal, asked_to_stop
 from verl_opd.controller.fleet import Fleet
 from verl_opd.controller.job import Job, prepare
 from verl_opd.controller.loop import Loop
 from verl_opd.controller.placement import Placement, place
-from verl_opd.controller.progress import Progress, SnapshotWriter
+from verl_opd.controller.position import Position, opd_steps, position_at
+from verl_opd.controller.progress import OPD, SFT, SnapshotWriter
+from verl_opd.controller.rollouts import Rollouts
+from verl_opd.controller.settings import engine_settings, teacher_settings
+from verl_opd.controller.stages import Blocks, OnPolicy, Supervised
 from verl_opd.controller.trainers import Trainers
-from verl_opd.data.loader import Loader
-from verl_opd.data.prompts import Prompt
 from verl_opd.drafts import get_family
-from verl_opd.errors import ConfigError, WorkerDied
-from verl_opd.opd.names import TOP_K_LOSS
-from verl_opd.opd.trace import RolloutSample
+from verl_opd.errors import ConfigError, RestartsExhausted, WorkerDied
 from verl_opd.report.console import Console
-from verl_opd.report.rundir import RunDir, write_atomic
+from verl_opd.report.logs import driver_log
+from verl_opd.report.rundir import RunDir
 from verl_opd.report.sample_log import SampleLog
-from verl_opd.report.summary import print_summary, write_summary
+from verl_opd.report.step_report import StepReporter
+from verl_opd.report.summary import Outcome, print_summary, write_summary
+from verl_opd.report.timing import Stopwatch
 from verl_opd.report.trackers import Trackers
-from verl_opd.rollout.server import EngineSettings
-from verl_opd.rollout.teacher import TeacherSettings
-from verl_opd.training.checkpoint import CheckpointStore, check_identity, resolve_resume
+from verl_opd.training.checkpoint import CheckpointStore, resolve_resume
+from verl_opd.training.export import serve_command
 
-
-def engine_settings(
-    job: Job, placement: Placement, draft_path: Path, logs: Path
-) -> list[EngineSettings]:
-    """One engine per student worker, all equal but for cores and log file."""
-    cfg, family = job.cfg, get_family(job.cfg.draft.family)
-    rollout, data = cfg.rollout, cfg.data
-    length = (
-        rollout.max_model_len
-        or data.max_prompt_length + data.max_response_length + 2 * rollout.num_speculative_tokens
-    )
-    return [
-        EngineSettings(
-            target_path=cfg.target.path,
-            target_dtype=cfg.target.dtype,
-            trust_remote_code=cfg.target.trust_remote_code,
-            draft_path=str(draft_path),
-            method=family.engine_method,
-            num_speculative_tokens=rollout.num_speculative_tokens,
-            target_layer_ids=tuple(family.layer_ids(job.draft_config)),
-            mask_token_id=family.mask_token_id(job.draft_config),
-            engine_names=family.engine_names,
-            token_map=job.token_map,
-            v2_runner=family.v2_runner,
-            max_model_len=length,
-            max_num_seqs=rollout.max_num_seqs,
-            gpu_memory_utilization=rollout.gpu_memory_utilization,
-            enforce_eager=rollout.enforce_eager,
-            kv_cache_gb=rollout.kv_cache_gb,
-            engine_kwargs=rollout.engine_kwargs,
-            device=job.device.name,
-            cpu_cores=slot.cores,
-            seed=cfg.trainer.seed,
-            log_path=str(logs / f"rollout_{slot.index}.log"),
-            stall_timeout=rollout.stall_timeout,
-        )
-        for slot in placement.slots
-    ]
-
-
-def teacher_settings(job: Job, placement: Placement, logs: Path) -> list[TeacherSettings]:
-    """teacher.replicas servers per model."""
-    cfg, data = job.cfg, job.cfg.data
-    models = [
-        (name, path) for name, path in job.teachers.items() for _ in range(cfg.teacher.replicas)
-    ]
-    return [
-        TeacherSettings(
-            name=name,
-            model_path=path,
-            dtype=cfg.target.dtype,
-            max_model_len=data.max_prompt_length + data.max_response_length + 1,
-            max_num_seqs=cfg.teacher.max_num_seqs,
-            top_k=cfg.teacher.top_k if cfg.opd.response_loss == TOP_K_LOSS else 0,
-            trust_remote_code=cfg.target.trust_remote_code,
-            gpu_memory_utilization=cfg.teacher.gpu_memory_utilization,
-            enforce_eager=cfg.rollout.enforce_eager,
-            kv_cache_gb=cfg.teacher.kv_cache_gb,
-            engine_kwargs=cfg.teacher.engine_kwargs,
-            device=job.device.name,
-            cpu_cores=slot.cores,
-            seed=cfg.trainer.seed,
-            log_path=str(logs / f"teacher_{slot.index}.log"),
-        )
-        for (name, path), slot in zip(models, placement.teacher_slots, strict=True)
-    ]
-
-
-def _benchmarks(job: Job) -> Benchmarks:
-    return Benchmarks(job.benchmarks, job.cfg.data.max_response_length)
-
-
-def total_steps(cfg: Config, loader: Loader[Prompt]) -> int:
-    if cfg.trainer.total_training_steps is not None:
-        return cfg.trainer.total_training_steps
-    return cfg.trainer.total_epochs * loader.batches_per_epoch
+log = logging.getLogger(__name__)
 
 
 @contextmanager
 def running(
     job: Job,
     run: RunDir,
-    console: Console,
-    checkpoint: Path | None,
+    checkpoint: Path | None = None,
     restarts: Restarts | None = None,
     stop: StopSignal | None = None,
 ) -> Iterator[tuple[Placement, Trainers, Fleet]]:
-    """Trainers and engines of a run, started; stopped on the way out whatever happens. WorkerDied
-    instead of another error when one of them is gone.
+    """Trainers, at `checkpoint`, and engines of a run, started; stopped on the way out whatever
+    happens. WorkerDied instead of another error when one of them is gone.
     """
     placement = place(job.cfg, job.device, len(job.teachers) * job.cfg.teacher.replicas)
     if stop is not None:
@@ -137,9 +61,11 @@ def running(
     trainers: Trainers | None = None
     try:
         servers = f" and {len(placement.teacher_slots)} teacher server(s)" if job.teachers else ""
-        console.say(
-            f"starting {len(placement.slots)} student worker(s){servers} on {job.device.name}: "
-            "trainer ranks, then engines"
+        log.info(
+            "starting %d student worker(s)%s on %s: trainer ranks, then engines",
+            len(placement.slots),
+            servers,
+            job.device.name,
         )
         trainers = Trainers(job.cfg, job.draft_config, placement, run.logs)
         trainers.init()
@@ -147,14 +73,12 @@ def running(
             trainers.load(checkpoint / "dcp")
         draft_path = run.root / "engine_draft"
         trainers.export(draft_path)
-        settings, teachers = (
-            engine_settings(job, placement, draft_path, run.logs),
-            teacher_settings(job, placement, run.logs),
-        )
-        fleet = Fleet(job.cfg, placement, settings, teachers, console.say, restarts)
-        for index, report in enumerate(fleet.start()):
-            console.say(
-                f"engine {index}: ready in {report['seconds']:.0f} s, HTTP at {report['url']}"
+        settings = engine_settings(job, placement, draft_path, run.logs)
+        teachers = teacher_settings(job, placement, run.logs)
+        fleet = Fleet(job.cfg, placement, settings, teachers, restarts)
+        for index, started in enumerate(fleet.start()):
+            log.info(
+                "engine %d: ready in %.0f s, HTTP at %s", index, started["seconds"], started["url"]
             )
         yield placement, trainers, fleet
     except (ray.exceptions.RayError, RuntimeError) as error:
@@ -170,70 +94,82 @@ def running(
             placement.close()
 
 
+@contextmanager
+def opened(cfg: Config, resume: bool = True) -> Iterator[tuple[Job, RunDir, Console]]:
+    """What `cfg` describes, checked, and its run directory, in which logs/run.log is written while
+    this is entered. ConfigError for whatever cannot work; nothing is started.
+    """
+    console, job = Console(), prepare(cfg)
+    run = RunDir(cfg.trainer.run_dir)
+    run.open(job.identity, resume=resume)
+    with driver_log(console, run.logs / "run.log"):
+        for note in job.notes:
+            log.info("note: %s", note)
+        yield job, run, console
+
+
 def train(cfg: Config, argv: list[str]) -> None:
     """Run or continue the training described by `cfg`; a process that dies costs at most the steps
     since the last checkpoint.
     """
-    console, job = Console(), prepare(cfg)
-    for note in job.notes:
-        console.say(f"note: {note}")
-    run = RunDir(cfg.trainer.run_dir)
-    run.open(job.identity, resume=cfg.trainer.resume_mode != "disable")
-    store = CheckpointStore(run.root, cfg.trainer.keep_last)
-    first = checkpoint = resolve_resume(
-        cfg.trainer.resume_mode, cfg.trainer.resume_from_path, store, console.say
-    )
-    restarts = Restarts(cfg.trainer.max_restarts, console.say)
-    config = to_yaml(cfg)
-    if _finished(job, run, store, checkpoint):
-        console.say(
-            "all steps of this run are done; here is its summary. Another trainer.experiment_name "
-            "starts a new run."
-        )
-        print_summary(console, run.root)
-        return
-    with closing(
-        Trackers(
-            cfg.trainer.logger,
-            run.root,
-            cfg.trainer.project_name,
-            cfg.trainer.experiment_name,
-            {"config": config},
-        )
-    ) as trackers:
-        run.describe(config, argv)
-        with StopSignal() as stop:
-            again = False
-            while True:
+    trainer, config = cfg.trainer, to_yaml(cfg)
+    with opened(cfg, resume=trainer.resume_mode != "disable") as (job, run, console):
+        store = CheckpointStore(run.root, trainer.keep_last)
+        first = resolve_resume(trainer.resume_mode, trainer.resume_from_path, store)
+        at, summed_up = position_at(job, first), (run.root / "summary.json").exists()
+        if first is not None and at.finished(cfg) and summed_up:
+            log.info(
+                "all steps of this run are done; here is its summary. Another "
+                "trainer.experiment_name starts a new run."
+            )
+            print_summary(console, run.root)
+            return
+        names = trainer.logger, run.root, trainer.project_name, trainer.experiment_name
+        with closing(Trackers(*names, {"config": config})) as trackers:
+            run.describe(config, argv)
+            with StopSignal() as stop:
+                training = Training(
+                    job=job,
+                    run=run,
+                    store=store,
+                    trackers=trackers,
+                    console=console,
+                    restarts=Restarts(trainer.max_restarts),
+                    stop=stop,
+                )
                 try:
-                    if stop.asked:
-                        raise Stopped
-                    _train_from(checkpoint, job, run, store, trackers, console, restarts, stop)
-                    break
-                except WorkerDied as error:
-                    if "trainer.max_restarts" in str(error):  # said by whoever spent the last one
-                        raise
-                    restarts.spend(str(error))
-                    again = True
-                    checkpoint = (
-                        resolve_resume("auto", None, store, console.say)
-                        if store.committed
-                        else first
-                    )
-                except (
-                    ConfigError
-                ) as error:  # what was there at first is not there any more, such as a node
-                    if not again:
-                        raise
-                    raise WorkerDied(
-                        f"cannot start again: {error}\n{_continue(store, cfg, argv)}"
-                    ) from error
+                    _with_restarts(training, first, argv)
                 except (Stopped, SystemExit) as error:
                     if not asked_to_stop(error):
                         raise
-                    console.say(f"stopped; {_continue(store, cfg, argv)}")
+                    log.info("stopped; %s", _continue(store, cfg, argv))
                     return
-    print_summary(console, run.root)
+        print_summary(console, run.root)
+
+
+def _with_restarts(training: Training, first: Path | None, argv: Sequence[str]) -> None:
+    """Train from `first` on; after the death of a process again, from the newest checkpoint, as
+    long as there are restarts left.
+    """
+    checkpoint, store, again = first, training.store, False
+    while True:
+        try:
+            if training.stop.asked:
+                raise Stopped
+            training.start(checkpoint)
+            return
+        except RestartsExhausted:
+            raise
+        except WorkerDied as error:
+            training.restarts.spend(str(error))
+            again = True
+            checkpoint = resolve_resume("auto", None, store) if store.committed else first
+        except ConfigError as error:
+            if not again:
+                raise
+            # something that the first start had is gone, such as a node
+            how = _continue(store, training.job.cfg, argv)
+            raise WorkerDied(f"cannot start again: {error}\n{how}") from error
 
 
 def _continue(store: CheckpointStore, cfg: Config, argv: Sequence[str]) -> str:
@@ -256,136 +192,127 @@ def continuing(argv: Sequence[str], resume_mode: str) -> list[str]:
     )
 
 
-@dataclass
-class Position:
-    """Where a run stands in its data and counters. conversations: while warm-up still learns from
-    them; given: what they are.
-    """
+@dataclass(kw_only=True)
+class Training:
+    """What all starts of one run share."""
 
-    loader: Loader[Prompt]
-    progress: Progress
-    conversations: Loader[RolloutSample] | None = None
-    given: str = ""
+    job: Job
+    run: RunDir
+    store: CheckpointStore
+    trackers: Trackers
+    console: Console
+    restarts: Restarts
+    stop: StopSignal
 
+    def start(self, checkpoint: Path | None) -> None:
+        """Start all processes, train from `checkpoint` (None: from the beginning) to the end,
+        export and sum up.
+        """
+        job, run, at = self.job, self.run, position_at(self.job, checkpoint)
+        log.info(_headline(job, run, at, checkpoint))
+        with running(job, run, checkpoint, self.restarts, self.stop) as parts:
+            placement, trainers, fleet = parts
+            size = 2 * trainers.draft_parameters  # bytes, bf16
+            snapshots = SnapshotWriter(run.root, placement.on_this_node, size)
+            clock = Stopwatch()
+            try:
+                self._loop(at, trainers, fleet, snapshots, clock).run()
+                trainers.export(run.exports / "draft")
+                write_summary(run.root, self._outcome(at), clock)
+            finally:
+                snapshots.clear()
 
-def _position(job: Job, store: CheckpointStore, checkpoint: Path | None) -> Position:
-    """Where `checkpoint` left data and counters; ConfigError when it belongs to another run or
-    other data.
-    """
-    data = job.cfg.data
-    at, state = (
-        Position(Loader(job.train, data.train_batch_size, data.shuffle, data.seed), Progress()),
-        dict[str, Any](),
-    )
-    if checkpoint is not None:
-        check_identity(checkpoint, job.identity)
-        state = store.read_state(checkpoint)
-        at.loader.load_state(state["data"])
-        at.progress = Progress.from_state(state["progress"])
-    if at.progress.warmup_step < job.cfg.sft.steps:
-        _place_conversations(at, job, state.get("conversations"))
-    return at
-
-
-def _place_conversations(at: Position, job: Job, state: dict[str, Any] | None) -> None:
-    sft, data = job.cfg.sft, job.cfg.data
-    if at.progress.warmup_step and (state is None) != (job.conversations is None):
-        raise ConfigError(
-            f"the checkpoint was written {'without' if state is None else 'with'} sft.files, in "
-            "the middle of warm-up: "
-            "restore the key to resume, or start a new run from the exported draft with draft.path"
+    def _loop(
+        self,
+        at: Position,
+        trainers: Trainers,
+        fleet: Fleet,
+        snapshots: SnapshotWriter,
+        clock: Stopwatch,
+    ) -> Loop:
+        job, cfg = self.job, self.job.cfg
+        rollouts = Rollouts(
+            cfg=cfg,
+            fleet=fleet,
+            trainers=trainers,
+            snapshots=snapshots,
+            position=at,
+            benchmarks=Benchmarks(job.benchmarks, cfg.data.max_response_length),
+            clock=clock,
         )
-    if job.conversations is not None:
-        samples, report = job.conversations()
-        at.conversations = Loader(
-            samples, sft.samples_per_update, data.shuffle, data.seed, "sft.samples_per_update"
-        )
-        at.given = f"given  {len(samples)} conversations ({report})\n"
-        if state is not None:
-            at.conversations.load_state(state)
-
-
-def _finished(job: Job, run: RunDir, store: CheckpointStore, checkpoint: Path | None) -> bool:
-    at = _position(job, store, checkpoint)
-    progress = at.progress
-    done = (
-        progress.opd_step >= total_steps(job.cfg, at.loader)
-        and progress.warmup_step >= job.cfg.sft.steps
-    )
-    return checkpoint is not None and done and (run.root / "summary.json").exists()
-
-
-def _train_from(
-    checkpoint: Path | None,
-    job: Job,
-    run: RunDir,
-    store: CheckpointStore,
-    trackers: Trackers,
-    console: Console,
-    restarts: Restarts,
-    stop: StopSignal,
-) -> None:
-    """Start everything, train from `checkpoint` (None: from the beginning) to the end, export and
-    sum up.
-    """
-    cfg = job.cfg
-    at = _position(job, store, checkpoint)
-    progress, steps = at.progress, total_steps(cfg, at.loader)
-    console.say(_headline(job, run, steps, checkpoint, at.given))
-    with running(job, run, console, checkpoint, restarts, stop) as (placement, trainers, fleet):
-        snapshots = SnapshotWriter(run.root, placement.on_this_node, 2 * trainers.draft_parameters)
-        loop = Loop(
-            cfg,
-            get_family(cfg.draft.family).block_size(
-                job.draft_config, cfg.rollout.num_speculative_tokens
+        return Loop(
+            stages=stages_of(job, at, rollouts, trainers),
+            rollouts=rollouts,
+            trainers=trainers,
+            checkpoints=Checkpoints(
+                store=self.store,
+                trainers=trainers,
+                position=at,
+                identity=job.identity,
+                clock=clock,
             ),
-            steps,
-            fleet,
-            trainers,
-            at.loader,
-            _benchmarks(job),
-            store,
-            trackers,
-            console,
-            snapshots,
-            progress,
-            job.identity,
-            job.facts,
-            SampleLog(run.logs / "samples.log", job.decode),
-            at.conversations,
-            job.reward,
-            None if job.vocabulary is None else frozenset(job.vocabulary.token_ids.tolist()),
-            stopping=lambda: stop.asked,
+            reporter=StepReporter(
+                trackers=self.trackers,
+                console=self.console,
+                samples=SampleLog(self.run.logs / "samples.log", job.decode),
+                clock=clock,
+                diagnostics=job.diagnostics,
+            ),
+            progress=at.progress,
+            schedule=cfg.trainer,
+            stopping=lambda: self.stop.asked,
         )
-        try:
-            loop.run()
-            trainers.export(run.exports / "draft")
-            write_summary(run.root, cfg, progress, loop.clock)
-        finally:
-            snapshots.clear()
+
+    def _outcome(self, at: Position) -> Outcome:
+        cfg, progress, draft = self.job.cfg, at.progress, self.run.exports / "draft"
+        return Outcome(
+            results=progress.results,
+            steps={
+                SFT: progress.steps[SFT],
+                OPD: progress.steps[OPD],
+                "optimiser": progress.version,
+            },
+            weight_sync={
+                "version": progress.sync.version,
+                "seconds": round(progress.sync.seconds, 4),
+                "bytes": progress.sync.bytes,
+            },
+            export=draft,
+            serve=serve_command(
+                cfg.target.path,
+                str(draft),
+                cfg.rollout.num_speculative_tokens,
+                get_family(cfg.draft.family).engine_method,
+            ),
+        )
 
 
-def evaluate(cfg: Config, argv: list[str]) -> None:
-    """Measure held-out accept length of the configured draft (draft.path) in the engine; writes
-    eval.json into the run directory.
-    """
-    if not cfg.data.val_files:
-        raise ConfigError("data.val_files is empty: nothing to evaluate")
-    console, job = Console(), prepare(cfg)
-    for note in job.notes:
-        console.say(f"note: {note}")
-    run = RunDir(cfg.trainer.run_dir)
-    run.open(job.identity, resume=True)
-    run.describe(to_yaml(cfg), argv)
-    with running(replace(job, teachers={}), run, console, None) as (_, _, fleet):
-        results = _benchmarks(job).run(fleet, 0)
-    console.acceptance("held-out accept length", {"eval": results})
-    write_atomic(
-        run.root / "eval.json", json.dumps([result.as_dict() for result in results], indent=2)
+def stages_of(
+    job: Job, at: Position, rollouts: Rollouts, trainers: Trainers
+) -> tuple[Supervised, OnPolicy]:
+    """The stages of a run, in their order."""
+    cfg, own = job.cfg, job.vocabulary
+    size = get_family(cfg.draft.family).block_size(
+        job.draft_config, cfg.rollout.num_speculative_tokens
+    )
+    blocks = Blocks(size, None if own is None else frozenset(own.token_ids.tolist()))
+    return (
+        Supervised(cfg=cfg, blocks=blocks, rollouts=rollouts, position=at, steps=cfg.sft.steps),
+        OnPolicy(
+            cfg=cfg,
+            blocks=blocks,
+            rollouts=rollouts,
+            trainers=trainers,
+            position=at,
+            steps=opd_steps(cfg, at.prompts),
+            reward=job.reward,
+            diagnostics=job.diagnostics,
+        ),
     )
 
 
-def _headline(job: Job, run: RunDir, steps: int, checkpoint: Path | None, given: str) -> str:
+def _headline(job: Job, run: RunDir, at: Position, checkpoint: Path | None) -> str:
+    """What is about to run, one line a subject."""
     cfg, report = job.cfg, job.train_report
     servers = ", ".join(
         f"{name}: {cfg.teacher.replicas} x {path}" for name, path in job.teachers.items()
@@ -396,15 +323,16 @@ def _headline(job: Job, run: RunDir, steps: int, checkpoint: Path | None, given:
         if checkpoint
         else f"starting from {cfg.draft.path or 'random draft weights'}"
     )
+    held_out = sum(map(len, job.benchmarks.values()))
     return (
-        f"target {cfg.target.path}\ndraft  {cfg.draft.family}, "
-        f"{job.draft_config['num_hidden_layers']} layers, "
-        f"block {job.facts['block_size']}, K={cfg.rollout.num_speculative_tokens}; {start}\n"
+        f"target {cfg.target.path}\n"
+        f"draft  {cfg.draft.family}, {job.draft_config['num_hidden_layers']} layers, "
+        f"block {job.diagnostics['block_size']}, K={cfg.rollout.num_speculative_tokens}; {start}\n"
         f"teacher {teacher}\n"
-        f"data   {len(job.train)} prompts ({report}); {sum(map(len, job.benchmarks.values()))} "
-        f"held out\n{given}"
-        f"plan   {cfg.sft.steps} warm-up + {steps} OPD steps of "
+        f"data   {len(job.train)} prompts ({report}); {held_out} held out\n{at.given}"
+        f"plan   {cfg.sft.steps} supervised + {opd_steps(cfg, at.prompts)} OPD steps of "
         f"{cfg.data.train_batch_size} prompts, "
-        f"{cfg.trainer.n_student_workers} student worker(s) on {job.device.name}\nrun    "
-        f"{run.root}\npython {sys.version.split()[0]}"
+        f"{cfg.trainer.n_student_workers} student worker(s) on {job.device.name}\n"
+        f"run    {run.root}\n"
+        f"python {sys.version.split()[0]}"
     )

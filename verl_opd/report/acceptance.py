@@ -1,11 +1,12 @@
-"""What a batch of rollout samples says: accept length, acceptance by position, lengths (sums and
+"""What a batch of rollout samples shows: accept length, acceptance by position, lengths (sums and
 counts, divided once).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from verl_opd.opd.metrics import StepMetrics
 from verl_opd.opd.trace import RolloutSample, VerifyTrace, accepted_by_position
@@ -13,17 +14,12 @@ from verl_opd.opd.trace import RolloutSample, VerifyTrace, accepted_by_position
 
 @dataclass
 class Acceptance:
-    """Additive acceptance counts over traces.
+    """Additive acceptance counts of traces, without prefill tokens and draft-free steps."""
 
-    committed / verify_steps = tau, the accept length with the bonus token counted; the prefill
-    token and draft-free steps are in neither. by_position[k-1]: verify steps that accepted proposal
-    k.
-    """
-
-    committed: int = 0
+    committed: int = 0  # tokens, the bonus token counted
     verify_steps: int = 0
-    drafted: int = 0
-    by_position: tuple[int, ...] = ()
+    drafted: int = 0  # proposed tokens
+    by_position: tuple[int, ...] = ()  # [k-1]: verify steps that accepted proposal k
 
     @classmethod
     def of(cls, traces: Sequence[VerifyTrace]) -> Acceptance:
@@ -37,6 +33,7 @@ class Acceptance:
 
     @property
     def tau(self) -> float | None:
+        """The accept length: committed tokens per verify step."""
         return self.committed / self.verify_steps if self.verify_steps else None
 
     @property
@@ -83,7 +80,7 @@ def _add_sample(metrics: StepMetrics, sample: RolloutSample, max_response_length
     metrics.add_max("prompt_length/max", prompt)
     metrics.add_mean("data/truncated_share", truncated, 1)
     if not sample.trace.steps and sample.trace.draft_free:
-        return  # rolled out without drafting: nothing to say about verify steps
+        return  # rolled out without drafting: it has no verify steps to measure
     boundaries = len(sample.trace.steps)
     metrics.add_mean("opd/rollout/reject_token_count/mean", boundaries, 1)
     metrics.add_mean("opd/rollout/non_reject_token_count/mean", length - boundaries, 1)
@@ -92,15 +89,20 @@ def _add_sample(metrics: StepMetrics, sample: RolloutSample, max_response_length
 
 @dataclass(frozen=True)
 class BenchmarkResult:
-    """One benchmark rolled out greedily with one draft version; lengths in tokens."""
+    """One benchmark rolled out greedily with one draft version."""
 
-    benchmark: str
-    tau: float | None
-    by_position: tuple[float, ...]
+    benchmark: str  # its name in data.val_files
+    tau: float | None  # accept length, bonus token counted; None without a verify step
+    by_position: tuple[float, ...]  # [k-1]: share of verify steps that accepted proposal k
     verify_steps: int
-    response_length: float
-    truncated_share: float
+    response_length: float  # mean, in tokens
+    truncated_share: float  # share of responses that ran to the length limit
     samples: int
+
+    @classmethod
+    def from_dict(cls, row: Mapping[str, Any]) -> BenchmarkResult:
+        """The inverse of `as_dict`, also after a trip through JSON."""
+        return cls(**{**row, "by_position": tuple(row["by_position"])})
 
     @classmethod
     def of(cls, benchmark: str, samples: Sequence[RolloutSample]) -> BenchmarkResult:
@@ -134,3 +136,23 @@ class BenchmarkResult:
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
+
+
+def mean_tau(results: Sequence[BenchmarkResult]) -> float | None:
+    """Mean accept length of the benchmarks that have one; decides which checkpoint is best."""
+    taus = [result.tau for result in results if result.tau is not None]
+    return sum(taus) / len(taus) if taus else None
+
+
+def results_by_stage(
+    rows: Mapping[str, Sequence[Mapping[str, Any]]],
+) -> dict[str, list[BenchmarkResult]]:
+    """Results as summary.json and checkpoints hold them, by the point of the run at which they were
+    measured. Files written before stages had names call `after_sft` `after_warmup`.
+    """
+    return {
+        "after_sft" if point == "after_warmup" else point: list(
+            map(BenchmarkResult.from_dict, found)
+        )
+        for point, found in rows.items()
+    }

@@ -1,6 +1,4 @@
-"""What a person sees: one progress bar a phase on a terminal, plain lines otherwise, and a summary
-at the end.
-"""
+"""What a person sees: one progress bar a stage on a terminal, plain lines otherwise, and tables."""
 
 from __future__ import annotations
 
@@ -37,24 +35,20 @@ def short(metrics: Mapping[str, float]) -> str:
     )
 
 
-class Phase:
-    """One phase's bar, or its plain lines."""
+class StageBar:
+    """The progress bar of one stage; without a terminal, its plain lines."""
 
     def __init__(
         self, console: RichConsole, title: str, total: int, done: int, progress: Progress | None
     ) -> None:
-        self._console, self._title, self._total, self._done, self._progress = (
-            console,
-            title,
-            total,
-            done,
-            progress,
-        )
+        self._console, self._progress = console, progress
+        self._title, self._total, self._done = title, total, done
         self._task = (
             progress.add_task(title, total=total, completed=done, note="") if progress else None
         )
 
     def advance(self, metrics: Mapping[str, float]) -> None:
+        """One more step is done; show the most important of its metrics."""
         self._done += 1
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, advance=1, note=short(metrics))
@@ -65,18 +59,19 @@ class Phase:
 
 
 class Console:
-    """All console output of a run."""
+    """Everything that a command prints."""
 
     def __init__(self) -> None:
         self._rich = RichConsole(soft_wrap=True)
 
-    def say(self, text: str) -> None:
-        self._rich.print(text, highlight=False)
+    def print(self, text: str) -> None:
+        self._rich.print(text, highlight=False, markup=False)
 
     @contextmanager
-    def phase(self, title: str, total: int, done: int = 0) -> Iterator[Phase]:
+    def stage(self, title: str, total: int, done: int = 0) -> Iterator[StageBar]:
+        """A bar of `total` steps, of which `done` lie behind us."""
         if not self._rich.is_terminal:
-            yield Phase(self._rich, title, total, done, None)
+            yield StageBar(self._rich, title, total, done, None)
             return
         columns = (
             TextColumn("{task.description:<8}"),
@@ -86,7 +81,7 @@ class Console:
             TimeRemainingColumn(),
         )
         with Progress(*columns, TextColumn("{task.fields[note]}"), console=self._rich) as progress:
-            yield Phase(self._rich, title, total, done, progress)
+            yield StageBar(self._rich, title, total, done, progress)
 
     def table(self, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Aligned plain text: the first column to the left, the others to the right; never folded

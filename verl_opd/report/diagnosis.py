@@ -1,4 +1,4 @@
-"""Notices a run that trains happily on nothing, and says once what to look at."""
+"""Recognises a run that learns nothing, and reports once what to look at."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _USELESS_TAU = 1.05
 
 @dataclass
 class Symptom:
-    """sign: what was seen. checks: what to look at, most likely first."""
+    """A sign that a run learns nothing."""
 
-    sign: str
-    checks: tuple[str, ...]
+    sign: str  # what was seen
+    checks: tuple[str, ...]  # what to look at, most likely first
 
 
 _STALE = (
@@ -38,7 +38,7 @@ SYMPTOMS: dict[str, Symptom] = {
             _MASK,
             _HEAD,
             _TEMPLATE,
-            "a random draft needs warm-up: sft.steps",
+            "a random draft needs supervised steps first: sft.steps",
         ),
     ),
     "no_verify_steps": Symptom(
@@ -63,8 +63,8 @@ SYMPTOMS: dict[str, Symptom] = {
         f"every update of {_PATIENCE} OPD steps was skipped: loss or gradient are not finite, or "
         "nothing was supervised",
         (
-            "refused log-probs or target logits that are not finite: weights damaged by sleep, or "
-            "an overflow in target.dtype",
+            "log-probs of rejected tokens or target logits that are not finite: weights damaged by "
+            "sleep, or an overflow in target.dtype",
             "opd_effective_token_ratio 0: no verify step was recorded, or weights of both streams "
             "leave nothing",
             "too high a learning rate has driven the draft out of range: restart from the last "
@@ -87,9 +87,9 @@ SYMPTOMS: dict[str, Symptom] = {
 class Diagnosis:
     """Looks at each OPD step's metrics; a symptom is reported once a run."""
 
-    reported: set[str] = field(default_factory=set)
-    useless: int = 0
-    skipped: int = 0
+    reported: set[str] = field(default_factory=set)  # names of symptoms that were reported
+    useless: int = 0  # steps in a row with a useless accept length
+    skipped: int = 0  # steps in a row in which every update was skipped
 
     def look(self, metrics: Mapping[str, float]) -> list[str]:
         """Names of symptoms that show now for the first time."""
@@ -110,8 +110,10 @@ class Diagnosis:
         return fresh
 
 
-def checklist(name: str, metrics: Mapping[str, float], facts: Mapping[str, object]) -> str:
-    """What a person needs to find the cause: the sign, what to check, and what is known."""
+def checklist(name: str, metrics: Mapping[str, float], diagnostics: Mapping[str, object]) -> str:
+    """A text that helps to find the cause: the sign, what to check, and what is known, which is
+    measurements and `diagnostics`, values by name.
+    """
     symptom = SYMPTOMS[name]
     measured = (
         "opd/weight_sync/version",
@@ -120,7 +122,7 @@ def checklist(name: str, metrics: Mapping[str, float], facts: Mapping[str, objec
         "opd/recorder/broken_traces",
         "opd/replay_mismatch",
     )
-    known = {key: f"{metrics[key]:g}" for key in measured if key in metrics} | dict(facts)
+    known = {key: f"{metrics[key]:g}" for key in measured if key in metrics} | dict(diagnostics)
     lines = [f"diagnosis: {symptom.sign}. Check, in this order:"]
     lines += [f"  {index}. {check}" for index, check in enumerate(symptom.checks, start=1)]
     lines += ["known:", *(f"  {key}: {value}" for key, value in known.items())]

@@ -1,4 +1,4 @@
-"""The run directory: what ran, with what, and where its results lie."""
+"""The run directory: what ran, with what, and where its results are."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ _PACKAGES = (
 
 
 class RunDir:
-    """Paths of one run.
-
-    config.yaml, command.txt, versions.json and run.json (identity: which target and draft) lie
-    beside metrics.jsonl, logs/ (one file a process), checkpoints/ and exports/.
+    """Paths of one run: config.yaml, command.txt, versions.json and run.json (identity: which
+    target and draft) beside metrics.jsonl, logs/ (one file a process; run.log is the driver's),
+    checkpoints/ and exports/.
     """
 
     def __init__(self, root: str | Path) -> None:

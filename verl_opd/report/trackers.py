@@ -93,8 +93,8 @@ TRACKERS = ("console", "jsonl", "tensorboard", "wandb")
 
 
 class Trackers:
-    """All trackers named in `trainer.logger`; `console` is drawn by the loop itself. metrics.jsonl
-    is always written.
+    """All trackers named in `trainer.logger`. metrics.jsonl is always written, and the progress bar
+    of `console` always shown.
     """
 
     def __init__(

@@ -5,6 +5,7 @@ more class here.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -15,17 +16,21 @@ import ray
 
 from verl_opd.data.prompts import Prompt
 from verl_opd.errors import ConfigError, RolloutError
+from verl_opd.logs import open_log
 from verl_opd.opd.trace import RolloutSample, from_extra_fields
+from verl_opd.process import redirect_output
 from verl_opd.rollout.server import GenerateResult
 from verl_opd.rollout.teacher import Teachers
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class SampleFailure:
-    """A prompt without a sample, and why."""
+    """A prompt without a sample."""
 
     sample_id: str
-    reason: str
+    reason: str  # type and text of the error
 
 
 class Servers:
@@ -81,8 +86,7 @@ class SingleTurnAgentLoop(AgentLoop):
     async def run(
         self, prompt: Prompt, sampling: dict[str, Any], draft_version: int
     ) -> RolloutSample:
-        # a name of its own for every attempt: the engine may still work on one whose agent loop has
-        # died
+        # a new name for every attempt: the engine may still compute one whose agent loop died
         name = f"{prompt.sample_id}-v{draft_version}-{secrets.token_hex(3)}"
         result = await self.servers.generate(prompt.sample_id, name, prompt.prompt_ids, sampling)
         return RolloutSample(
@@ -108,8 +112,8 @@ def get_agent_loop(name: str) -> type[AgentLoop]:
 
 
 class AgentLoopWorker:
-    """Runs one agent loop per prompt, many at a time, and has finished responses scored while
-    others are still being generated.
+    """Runs one agent loop per prompt, many at a time. Finished responses are scored while others
+    are still being generated.
     """
 
     def __init__(
@@ -120,7 +124,11 @@ class AgentLoopWorker:
         max_concurrency: int,
         request_timeout: float,
         teachers: Mapping[str, Sequence[Any]] | None = None,
+        log_path: str | None = None,
     ) -> None:
+        if log_path:
+            redirect_output(log_path)
+            open_log(log_path)
         self._servers = Servers(servers, router, request_timeout)
         self._teachers = Teachers(teachers, request_timeout) if teachers else None
         self._loop = get_agent_loop(loop)(self._servers)
@@ -133,7 +141,7 @@ class AgentLoopWorker:
         draft_version: int,
         score: bool = False,
     ) -> list[RolloutSample | SampleFailure]:
-        """What became of each prompt, in order: a sample, with its teacher's scores if asked for,
+        """The outcome of each prompt, in order: a sample, with its teacher's scores when `score`,
         or the reason why there is none.
         """
         return list(
@@ -144,6 +152,10 @@ class AgentLoopWorker:
 
     async def replace_server(self, index: int, server: Any) -> None:
         self._servers.replace(index, server)
+
+    async def replace_teacher(self, name: str, replica: int, server: Any) -> None:
+        if self._teachers is not None:
+            self._teachers.replace(name, replica, server)
 
     async def _one(
         self, prompt: Prompt, sampling: dict[str, Any], draft_version: int, score: bool
@@ -158,9 +170,9 @@ class AgentLoopWorker:
                     )
                     sample = replace(sample, teacher=scores)
                 return sample
-            except (
-                Exception
-            ) as error:  # whoever asked for the sample decides whether it is run again
+            # the fleet decides whether the sample is run again
+            except Exception as error:
+                log.warning("no sample for %s", prompt.sample_id, exc_info=True)
                 return SampleFailure(prompt.sample_id, f"{type(error).__name__}: {error}")
             finally:
                 await self._servers.close(prompt.sample_id)

@@ -35,14 +35,14 @@ class Router:
         self.outstanding[self._sessions[session]] -= 1
 
     def reset(self) -> None:
-        """Forget everything: for when nothing is in flight, and agent loops that died took their
-        requests with them.
+        """Forget everything. Called when nothing is in flight: agent loops that died never released
+        their requests.
         """
         self.outstanding = [0] * len(self.outstanding)
         self._sessions.clear()
 
     def close(self, session: str) -> None:
-        """Forget `session`; one that never acquired a server is no error."""
+        """Forget `session`, whether or not it ever acquired a server."""
         self._sessions.pop(session, None)
 
 

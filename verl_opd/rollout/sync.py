@@ -1,4 +1,4 @@
-"""Pushes a draft to all replicas and believes only what they read back."""
+"""Pushes a draft to all replicas and checks what each of them reads back."""
 
 from __future__ import annotations
 
@@ -16,20 +16,18 @@ from verl_opd.snapshot import DraftSnapshot
 
 @dataclass(frozen=True)
 class SyncReport:
-    """version and checksum now served everywhere; seconds of the push, read-back included; bytes
-    and tensors pushed to each replica.
-    """
+    """One push of a draft to all replicas."""
 
-    version: int
-    seconds: float
-    bytes: int
-    tensor_count: int
-    checksum: str = ""
+    version: int  # of the draft that all replicas hold now
+    seconds: float  # of the push, read-back included
+    bytes: int  # pushed to each replica
+    tensor_count: int  # pushed to each replica
+    checksum: str = ""  # of the draft that all replicas hold now
 
 
 def push_draft(servers: Sequence[Any], snapshot: DraftSnapshot, first: int = 0) -> SyncReport:
-    """Load `snapshot` on every server, replicas `first` and following; WeightSyncError names the
-    replica and both values unless all of them prove to hold it.
+    """Load `snapshot` on every server, which are replicas `first` and following. WeightSyncError
+    names the replica and both values unless each of them reads back exactly that draft.
     """
     started = time.monotonic()
     replies = ray.get([server.load_draft.remote(snapshot) for server in servers])
@@ -49,7 +47,7 @@ def prove(worker: dict[str, Any], snapshot: DraftSnapshot, where: str) -> None:
     """WeightSyncError unless the read-back of one engine worker is exactly `snapshot`."""
     if worker["error"]:
         raise WeightSyncError(
-            f"{where} refused draft version {snapshot.version} and still serves "
+            f"{where} did not load draft version {snapshot.version} and still serves "
             f"{worker['version']}: {worker['error']}"
         )
     expected = {

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from verl_opd.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 STATE = "state.json"
 MANIFEST = "manifest.json"  # size and CRC-32 of every other file
@@ -189,20 +191,18 @@ class CheckpointStore:
                 shutil.rmtree(self._aside(step))
 
 
-def resolve_resume(
-    mode: str, path: str | None, store: CheckpointStore, say: Callable[[str], None] = print
-) -> Path | None:
+def resolve_resume(mode: str, path: str | None, store: CheckpointStore) -> Path | None:
     """The checkpoint to continue from: auto = the newest of this run that is whole, if any; disable
     = none; path = the one named by resume_from_path.
 
-    `say` is told of damaged checkpoints that auto passes over. ConfigError when all of them are, or
-    the one that was named is. For the process that owns the run directory.
+    Damaged checkpoints that auto passes over are logged. ConfigError when all of them are damaged,
+    or the one that was named is. Only for the process that owns the run directory.
     """
     if mode == "disable":
         return None
     if mode == "auto":
         store.recover()
-        return _newest_whole(store, say)
+        return _newest_whole(store)
     if path is None:
         raise ConfigError(
             "trainer.resume_mode=path needs trainer.resume_from_path, the checkpoint directory to "
@@ -216,13 +216,13 @@ def resolve_resume(
     return checkpoint
 
 
-def _newest_whole(store: CheckpointStore, say: Callable[[str], None]) -> Path | None:
+def _newest_whole(store: CheckpointStore) -> Path | None:
     found = store.candidates()
     for checkpoint in found:
         wrong = damage(checkpoint)
         if not wrong:
             return checkpoint
-        say(f"checkpoint {checkpoint} is damaged ({wrong}): trying the one before it")
+        log.warning("checkpoint %s is damaged (%s): trying the one before it", checkpoint, wrong)
     if found:
         raise ConfigError(
             f"none of the {len(found)} checkpoints in {store.root} can be continued from; move "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Sequence
@@ -12,11 +13,14 @@ import ray
 
 from verl_opd.config.schema import Config
 from verl_opd.devices import actor_environment, resolve_device
+from verl_opd.logs import open_log
 from verl_opd.opd.losses import LossSpec, StreamTotals
 from verl_opd.opd.metrics import StepMetrics
 from verl_opd.opd.plan import TrainItem
 from verl_opd.process import redirect_output
 from verl_opd.snapshot import DraftSnapshot
+
+log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 _PATIENCE = timedelta(minutes=30)
@@ -37,6 +41,7 @@ class TrainWorker:
         log_path: str,
     ) -> None:
         redirect_output(log_path)
+        open_log(log_path)
         self._cfg, self._draft_config, self._rank, self._world = cfg, draft_config, rank, world_size
         self._store: Any = None
         self._device = resolve_device(cfg.trainer.device)
@@ -93,11 +98,9 @@ class TrainWorker:
         self._trainer = DraftTrainer(
             self._cfg, self._draft_config, self._rank, self._world, self._device.name
         )
-        return {
-            "draft_parameters": sum(
-                parameter.numel() for parameter in self._trainer.draft.parameters()
-            )
-        }
+        count = sum(parameter.numel() for parameter in self._trainer.draft.parameters())
+        log.info("rank %d of %d trains a draft of %d parameters", self._rank, self._world, count)
+        return {"draft_parameters": count}
 
     def ping(self) -> None:
         """Answers between two methods, for as long as this process lives."""

@@ -13,8 +13,8 @@ import torch
 from verl_opd.ascend.limits import check_npu
 from verl_opd.config.schema import Config
 from verl_opd.devices import DEVICES, actor_environment, check_isolation
+from verl_opd.engines.settings import EngineSettings, Host, engine_environment
 from verl_opd.errors import ConfigError
-from verl_opd.rollout.server import EngineSettings, engine_environment
 from verl_opd.training.worker import TrainWorker
 
 LAYERS = 36
@@ -197,10 +197,17 @@ def test_each_role_gets_the_environment_its_device_needs() -> None:
 def test_engines_and_ranks_set_it_before_they_use_the_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    settings = EngineSettings("t", "bfloat16", "d", "dflash", 3, (0,), 3, 64, 4, device="npu")
+    settings = EngineSettings(
+        model_path="t",
+        dtype="bfloat16",
+        max_model_len=64,
+        max_num_seqs=4,
+        host=Host(device="npu"),
+    )
     assert engine_environment(settings)["VLLM_ASCEND_ENABLE_NZ"] == "0"
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    monkeypatch.setattr("verl_opd.training.worker.redirect_output", lambda path: None)
+    for name in ("redirect_output", "open_log"):
+        monkeypatch.setattr(f"verl_opd.training.worker.{name}", lambda path: None)
     cfg = Config()
     cfg.trainer.device, cfg.compute.num_threads = "npu", torch.get_num_threads()
     TrainWorker(cfg, {}, 0, 1, (), "log")

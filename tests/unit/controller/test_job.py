@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,8 @@ from safetensors.torch import save_file
 from tests.tiny import MASK_TOKEN_ID
 from verl_opd.config.schema import Config
 from verl_opd.controller.job import Job, prepare
+from verl_opd.controller.position import Position, position_at
 from verl_opd.controller.progress import Progress
-from verl_opd.controller.run import Position, _position
 from verl_opd.drafts import get_family
 from verl_opd.errors import ConfigError
 from verl_opd.training.checkpoint import CheckpointStore
@@ -89,53 +90,50 @@ def conversations(path: Path, *answers: str) -> str:
     return str(path)
 
 
-def checkpoint(store: CheckpointStore, job: Job, at: Position, **progress: int) -> Path:
-    """One at this position, as the loop writes it."""
+def checkpoint(store: CheckpointStore, job: Job, at: Position, **steps: int) -> Path:
+    """One at this position, as a run writes it."""
     store.begin(1)
-    state = {
-        "progress": Progress(**progress).state(),
-        "data": at.loader.state(),
-        "identity": job.identity,
-    }
-    given = None if at.conversations is None else at.conversations.state()
-    return store.commit(1, {**state, "conversations": given})
+    at.progress = Progress(steps=Counter(steps))
+    return store.commit(1, {**at.state(), "identity": job.identity})
 
 
-def test_warm_up_on_conversations_goes_on_where_it_was_and_other_ones_are_refused(
+def test_given_conversations_go_on_where_they_were_and_other_ones_are_an_error(
     cfg: Config, tmp_path: Path
 ):
-    """G1, G5: the same conversations in the same order; another file, or none, only once warm-up is
-    done with them.
+    """G1, G5: the same conversations in the same order; another file, or none, only once
+    supervised steps are done with them.
     """
     cfg.data.train_batch_size, cfg.sft.samples_per_update, cfg.sft.steps = 1, 1, 4
     cfg.sft.files = [conversations(tmp_path / "a.jsonl", "one", "two", "three", "four", "five")]
     job, store = prepare(cfg), CheckpointStore(tmp_path / "run", keep_last=1)
-    whole, at = _position(job, store, None), _position(job, store, None)
+    whole, at = position_at(job, None), position_at(job, None)
     assert "5 conversations (5 rows read" in at.given
     order = [sample.sample_id for _ in range(5) for sample in whole.conversations.next_batch()]
     assert [
         sample.sample_id for _ in range(3) for sample in at.conversations.next_batch()
     ] == order[:3]
-    saved = checkpoint(store, job, at, warmup_step=3)
-    resumed = _position(job, store, saved)
+    saved = checkpoint(store, job, at, sft=3)
+    resumed = position_at(job, saved)
     assert [
         sample.sample_id for _ in range(2) for sample in resumed.conversations.next_batch()
     ] == order[3:]
 
     cfg.sft.files = [conversations(tmp_path / "b.jsonl", "one", "two", "three", "four", "six")]
     with pytest.raises(ConfigError, match="other data settings"):
-        _position(prepare(cfg), store, saved)
+        position_at(prepare(cfg), saved)
     cfg.sft.files = []
-    with pytest.raises(ConfigError, match=r"written with sft\.files, in the middle of warm-up"):
-        _position(prepare(cfg), store, saved)
-    done = checkpoint(store, job, at, warmup_step=4, opd_step=1)
-    assert _position(prepare(cfg), store, done).conversations is None
+    with pytest.raises(ConfigError, match=r"written with sft\.files, between two supervised steps"):
+        position_at(prepare(cfg), saved)
+    done = checkpoint(store, job, at, sft=4, opd=1)
+    assert position_at(prepare(cfg), done).conversations is None
 
 
-def test_conversations_are_read_only_while_warm_up_learns_from_them(cfg: Config, tmp_path: Path):
+def test_conversations_are_read_only_while_supervised_steps_learn_from_them(
+    cfg: Config, tmp_path: Path
+):
     cfg.data.train_batch_size, cfg.sft.files = 1, [str(tmp_path / "not there")]
-    job, store = prepare(cfg), CheckpointStore(tmp_path / "run", keep_last=1)
-    assert _position(job, store, None).conversations is None  # no warm-up steps
+    job = prepare(cfg)
+    assert position_at(job, None).conversations is None  # no supervised steps
     cfg.sft.steps = 1
     with pytest.raises(ConfigError, match="not there cannot be read"):
-        _position(job, store, None)
+        position_at(job, None)

@@ -1,25 +1,54 @@
-"""The loop's own small decisions: when something is due, and how a rollout batch becomes optimiser
-steps.
-"""
+"""The order in which the loop does things, with everything that it drives made up."""
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
-from contextlib import contextmanager
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 
+from tests.fakes import (
+    FakeBar,
+    FakeCheckpoints,
+    FakeReporter,
+    FakeRollouts,
+    FakeStage,
+    FakeTrainers,
+    fake_loop,
+    result,
+    sample,
+)
 from verl_opd.config.schema import Config
-from verl_opd.controller.loop import Loop, due
+from verl_opd.controller.faults import Stopped
+from verl_opd.controller.loop import due
 from verl_opd.controller.progress import Progress
+from verl_opd.controller.stages import OnPolicy, Supervised
 from verl_opd.controller.updates import mini_batches
-from verl_opd.opd.trace import VerifyTrace
+from verl_opd.errors import ReplayError
+from verl_opd.opd.metrics import StepMetrics, reduce_metrics
 
 
 @pytest.mark.parametrize(
-    ("every", "step", "rollouts", "expected"),
+    "fake", [FakeBar, FakeCheckpoints, FakeReporter, FakeRollouts, FakeTrainers]
+)
+def test_a_fake_has_the_methods_of_what_it_stands_for(fake: type):
+    real = fake.__bases__[0]
+    for name, method in vars(fake).items():
+        if inspect.isfunction(method) and name != "__init__":
+            ours, theirs = (inspect.signature(getattr(kind, name)) for kind in (fake, real))
+            assert list(ours.parameters) == list(theirs.parameters), name
+
+
+@pytest.mark.parametrize("stage", [Supervised, OnPolicy])
+def test_a_fake_stage_has_the_methods_of_a_stage(stage: type):
+    for name in ("collect", "updates"):
+        ours, theirs = (inspect.signature(getattr(kind, name)) for kind in (FakeStage, stage))
+        assert ours == theirs
+
+
+@pytest.mark.parametrize(
+    ("every", "step", "steps", "expected"),
     [
         (-1, 10, 1, False),
         (5, 5, 1, True),
@@ -31,9 +60,9 @@ from verl_opd.opd.trace import VerifyTrace
     ],
 )
 def test_a_frequency_that_no_update_step_hits_exactly_still_counts(
-    every: int, step: int, rollouts: int, expected: bool
+    every: int, step: int, steps: int, expected: bool
 ):
-    assert due(every, step, rollouts) is expected
+    assert due(every, step, steps) is expected
 
 
 def test_one_pass_deals_the_samples_out_in_turn():
@@ -50,82 +79,97 @@ def test_further_passes_are_whole_shuffled_and_repeatable():
     assert batches[3:] != mini_batches(12, 3, 3, seed=1, step=8)[3:]
 
 
-class Quiet:
-    """Any attribute is a context manager that does nothing."""
+def test_a_whole_run():
+    """Engines start with the current draft; each stage is measured, and each measurement saved."""
+    actions: list[str] = []
+    sft, opd = FakeStage(actions, "sft", 1, on_policy=False), FakeStage(actions, "opd", 2)
+    loop = fake_loop(actions, sft, opd)
+    loop.run()
 
-    def __getattr__(self, name: str) -> Any:
-        @contextmanager
-        def nothing(*args: Any):
-            yield SimpleNamespace()
+    def step(name: str, number: int, globally: int) -> list[str]:
+        first = [f"collect {name} {number}", "sleep", f"updates {name} {number}"]
+        return [*first, "train", "sync", f"report {globally}"]
 
-        return nothing
+    def measured(point: str, *saved: str) -> list[str]:
+        return ["measure", "prove", f"report {point}", *saved]
+
+    assert actions == [
+        *["sleep", "sync"],
+        *measured("before"),
+        *step("sft", 0, 1),
+        *measured("after_sft", "save, tau 1.5"),
+        *step("opd", 0, 2),
+        *step("opd", 1, 3),
+        *measured("after_opd", "save, tau 1.5"),
+        "save, tau None, required",
+    ]
+    assert loop.progress.steps == {"sft": 1, "opd": 2}
+    assert loop.progress.version == 3
+    assert set(loop.progress.results) == {"before", "after_sft", "after_opd"}
+
+
+def test_a_run_of_supervised_steps_alone_needs_no_other_stage():
+    actions: list[str] = []
+    sft, opd = FakeStage(actions, "sft", 2, on_policy=False), FakeStage(actions, "opd", 0)
+    loop = fake_loop(actions, sft, opd)
+    loop.run()
+    assert actions.count("train") == 2
+    assert set(loop.progress.results) == {"before", "after_sft"}
+    assert loop.progress.global_step == 2
+
+
+def test_what_a_stage_gathered_is_forgotten_when_it_ends():
+    actions: list[str] = []
+    loop = fake_loop(actions, FakeStage(actions, "sft", 1), progress=Progress(pool=[sample()]))
+    loop.run()
+    assert loop.progress.pool == []
 
 
 @pytest.mark.parametrize(
-    ("warmup_done", "opd_done", "expected"),
-    [(6, 4, []), (6, 2, ["after_opd"]), (3, 0, ["after_warmup", "after_opd"])],
-    ids=["nothing left", "OPD made longer", "warm-up made longer"],
+    ("sft_done", "opd_done", "expected"),
+    [(6, 4, []), (6, 2, ["after_opd"]), (3, 0, ["after_sft", "after_opd"])],
+    ids=["nothing left", "on-policy stage made longer", "supervised stage made longer"],
 )
-def test_a_phase_that_trains_again_is_measured_again(
-    warmup_done: int, opd_done: int, expected: list[str]
+def test_a_stage_that_trains_again_is_measured_again(
+    sft_done: int, opd_done: int, expected: list[str]
 ):
     """A finished run continued with more steps must not report the result of the shorter one."""
-    measured: list[str] = []
-    results = {"before": [], "after_warmup": [], "after_opd": []}
-    progress = Progress(warmup_step=warmup_done, opd_step=opd_done, results=results)  # type: ignore[arg-type]
+    actions: list[str] = []
+    old = {point: [result(1.0)] for point in ("before", "after_sft", "after_opd")}
+    progress = Progress(steps=Counter({"sft": sft_done, "opd": opd_done}), results=old)
+    stages = FakeStage(actions, "sft", 6, on_policy=False), FakeStage(actions, "opd", 4)
+    fake_loop(actions, *stages, progress=progress).run()
+    assert [text.removeprefix("report ") for text in actions if "report after" in text] == expected
+    for point, (measured,) in progress.results.items():
+        assert measured.tau == (1.5 if point in expected else 1.0)
 
-    def validate(stage: str) -> None:
-        if stage not in progress.results:
-            measured.append(stage)
 
+def test_without_benchmarks_nothing_is_measured():
+    actions: list[str] = []
     cfg = Config()
-    cfg.sft.steps = 6
-    loop = SimpleNamespace(
-        cfg=cfg,
-        progress=progress,
-        total_steps=4,
-        clock=Quiet(),
-        console=Quiet(),
-        fleet=SimpleNamespace(sleep=lambda: None),
-        _sync=lambda: None,
-        _warmup=lambda bar: None,
-        _opd=lambda bar: None,
-        _validate_stage=validate,
-        _save=lambda required: None,
-        _snapshot=None,
-        _stop_if_asked=lambda: None,
-    )
-    Loop.run(loop)  # type: ignore[arg-type]
-    assert measured == expected
+    fake_loop(actions, FakeStage(actions, "opd", 1), cfg=cfg, benchmarks=False).run()
+    assert "measure" not in actions
+    assert actions[-1] == "save, tau None, required"
 
 
 @pytest.mark.parametrize(("accumulate", "steps", "sleeps"), [(1, 4, 4), (2, 4, 2), (3, 4, 2)])
 def test_engines_sleep_only_before_an_update(accumulate: int, steps: int, sleeps: int):
     """S35: a step that only collects rollouts must leave the engines awake for the next one."""
     actions: list[str] = []
-    cfg = Config()
-    cfg.trainer.update_accumulation_steps = accumulate
-    sample = SimpleNamespace(
-        prompt_ids=(1,), response_ids=(2,), trace=VerifyTrace(1, ()), finish_reason="stop"
-    )
-    loop = SimpleNamespace(
-        cfg=cfg,
-        total_steps=steps,
-        progress=Progress(),
-        queue=[],
-        _stop_if_asked=lambda: None,
-        clock=Quiet(),
-        fleet=SimpleNamespace(sleep=lambda: actions.append("sleep")),
-        _rollout=lambda score: actions.append("rollout") or [sample],
-        _opd_updates=lambda: actions.append("update") or [],
-        _sync=lambda: actions.append("sync"),
-        _finish_step=lambda *args: None,
-    )
-    Loop._opd(loop, SimpleNamespace(advance=lambda metrics: None))  # type: ignore[arg-type]
-    assert actions.count("sleep") == actions.count("update") == actions.count("sync") == sleeps
-    assert actions.count("rollout") == steps
-    assert actions[-3:] == ["sleep", "update", "sync"]
-    assert "sleep,rollout" not in ",".join(actions)
+    stage = FakeStage(actions, "opd", steps, together=accumulate)
+    loop = fake_loop(actions, stage, benchmarks=False)
+    loop.run()
+    assert actions[:2] == ["sleep", "sync"]
+    order = [text.split()[0] for text in actions[2:] if text.split()[0] in ORDER]
+    assert order.count("sleep") == order.count("train") == order.count("sync") == sleeps
+    assert order.count("collect") == steps
+    assert order[-3:] == ["sleep", "train", "sync"]
+    assert "sleep,collect" not in ",".join(order)
+    assert actions.count("advance") == steps - sleeps  # reports advance the bar for the others
+    assert loop.progress.steps["opd"] == steps
+
+
+ORDER = ("collect", "sleep", "train", "sync")
 
 
 @pytest.mark.parametrize("measured", [True, False])
@@ -136,20 +180,54 @@ def test_a_step_is_logged_before_a_checkpoint_holds_it(measured: bool):
     actions: list[str] = []
     cfg = Config()
     cfg.trainer.save_freq, cfg.trainer.test_freq = 2, 4 if measured else -1
-    loop = SimpleNamespace(
-        cfg=cfg,
-        progress=Progress(opd_step=4),
-        loader=SimpleNamespace(epoch=0),
-        failed_saves=0,
-        dropped=0,
-        fleet=SimpleNamespace(recorder_metrics=dict),
-        clock=SimpleNamespace(lap=dict),
-        facts={},
-        trackers=SimpleNamespace(log=lambda step, metrics: actions.append("log")),
-        sample_log=SimpleNamespace(write=lambda step, shown: None),
-        diagnosis=SimpleNamespace(look=lambda metrics: []),
-        _validate=lambda: actions.append("validate") or [SimpleNamespace(tau=1.5, metrics=dict)],
-        _save=lambda tau: actions.append(f"save {tau}"),
-    )
-    Loop._finish_step(loop, SimpleNamespace(advance=lambda metrics: None), [], SimpleNamespace())  # type: ignore[arg-type]
-    assert actions == (["validate", "log", "save 1.5"] if measured else ["log", "save None"])
+    cfg.trainer.val_before_train = False
+    progress = Progress(steps=Counter({"opd": 3}))
+    fake_loop(actions, FakeStage(actions, "opd", 4), cfg=cfg, progress=progress).run()
+    after = actions[actions.index("train") + 2 :]
+    if measured:
+        assert after[:3] == ["measure", "report 4", "save, tau 1.5"]
+    else:
+        assert after[:2] == ["report 4", "save, tau None"]
+
+
+def test_supervised_steps_are_not_measured_on_the_way():
+    actions: list[str] = []
+    cfg = Config()
+    cfg.trainer.test_freq, cfg.trainer.val_before_train = 1, False
+    stages = FakeStage(actions, "sft", 2, on_policy=False), FakeStage(actions, "opd", 2)
+    fake_loop(actions, *stages, cfg=cfg).run()
+    assert actions.count("measure") == 4  # after each stage, and after each on-policy step
+
+
+def test_stopping_writes_a_checkpoint_first():
+    actions: list[str] = []
+    asked = iter([False, False, True])
+    loop = fake_loop(actions, FakeStage(actions, "opd", 3), stopping=lambda: next(asked))
+    with pytest.raises(Stopped):
+        loop.run()
+    assert actions[-2:] == ["report 1", "save, tau None, required"]
+
+
+def test_losses_of_ranks_add_up_and_losses_of_updates_average():
+    actions: list[str] = []
+    loop = fake_loop(actions, FakeStage(actions, "opd", 1))
+    loop.run()
+    assert isinstance(loop.reporter, FakeReporter)
+    (step,) = loop.reporter.steps
+    assert reduce_metrics(step.parts)["actor/distillation/loss"] == 2.0
+    assert reduce_metrics([*step.parts, *step.parts])["actor/distillation/loss"] == 2.0
+    assert step.counters["training/update_step"] == 1
+    assert step.shown.sample_id == "opd 1"
+
+
+def test_an_update_with_a_check_is_replayed_and_its_measurements_are_given_to_the_check():
+    actions: list[str] = []
+
+    def check(measured: Sequence[StepMetrics]) -> None:
+        assert "actor/distillation/loss" in reduce_metrics(measured)
+        raise ReplayError("no replay")
+
+    loop = fake_loop(actions, FakeStage(actions, "opd", 1, check=check))
+    with pytest.raises(ReplayError):
+        loop.run()
+    assert actions[-1] == "train, check"

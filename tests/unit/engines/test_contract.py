@@ -135,7 +135,7 @@ def ascend(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "vllm_ascend"
 
 
-# what attach, _v1_inputs, _discarded, _drafter_facts and _live_requests read of a V1 runner
+# what attach, _v1_inputs, _discarded, _drafter_probe and _live_requests read of a V1 runner
 RUNNER = {
     "input_batch",
     "requests",

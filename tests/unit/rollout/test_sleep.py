@@ -11,15 +11,17 @@ from typing import Any
 import pytest
 import torch
 
+from tests.unit.engines.test_settings import DRAFT
 from verl_opd.controller.phases import PhaseMachine
 from verl_opd.devices import DEVICES
+from verl_opd.engines.settings import EngineSettings, Host
 from verl_opd.errors import RolloutError
-from verl_opd.rollout.server import EngineSettings, RolloutServer
+from verl_opd.rollout.server import RolloutServer
 
 
 class DroppingEngine:
     """As vLLM's engine: level 1 keeps the weights on the host and forgets the KV cache, level 2
-    forgets both; waking maps what a tag names. Whoever computes with what is not there fails.
+    forgets both; waking maps what a tag names. Computing with what is not mapped fails.
     """
 
     errored = False
@@ -72,10 +74,17 @@ class DroppingEngine:
 def asleep_and_awake(request: pytest.FixtureRequest) -> tuple[RolloutServer, DroppingEngine, int]:
     device = DEVICES[request.param]
     live = RolloutServer(
-        EngineSettings("t", "float32", "d", "dflash", 3, (0,), 3, 64, 4, device=device.name)
+        EngineSettings(
+            model_path="t",
+            dtype="float32",
+            max_model_len=64,
+            max_num_seqs=4,
+            host=Host(device=device.name),
+            speculation=DRAFT,
+        )
     )
-    live._engine = DroppingEngine()
-    return live, live._engine, device.sleep_level
+    live._engine.llm = DroppingEngine()
+    return live, live._engine.llm, device.sleep_level
 
 
 def test_one_round_keeps_the_target_takes_the_draft_and_forgets_old_prefixes(
@@ -92,7 +101,7 @@ def test_one_round_keeps_the_target_takes_the_draft_and_forgets_old_prefixes(
         for action, work in [
             ("sleep", lambda: live.sleep(level)),
             ("wake_weights", lambda: live.wake(["weights"])),
-            ("sync", lambda: live._rpc("opd_load_draft", "path", 5, "sum")),
+            ("sync", lambda: live._engine.rpc("opd_load_draft", "path", 5, "sum")),
             ("wake_kv_cache", lambda: live.wake(["kv_cache"])),
             ("reset_prefix_cache", live.reset_prefix_cache),
         ]:
@@ -137,7 +146,7 @@ def test_a_sleep_that_would_lose_the_target_is_refused_and_changes_nothing(
     live, engine, _ = asleep_and_awake
     with pytest.raises(
         RolloutError,
-        match="sleep level 2 drops the frozen target, and nobody streams it again: use level 1",
+        match="sleep level 2 drops the frozen target, and nothing loads it again: use level 1",
     ):
         asyncio.run(live.sleep(2))
     assert engine.calls == []

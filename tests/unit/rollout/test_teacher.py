@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from tests.drafts import target_config
 from tests.tiny import tiny_tokenizer
 from tests.training import LR, SPEC, make_items, make_trainer, totals_of
-from tests.unit.rollout.test_agent_loop import Remote
+from tests.unit.engines.test_settings import settings
+from tests.unit.rollout.test_agent_loop import FakeServer, Remote
 from verl_opd.config.schema import Config
 from verl_opd.config.teacher import teacher_models
 from verl_opd.data.prompts import Prompt, load_prompts
@@ -29,7 +30,14 @@ from verl_opd.opd.layout import build_layout
 from verl_opd.opd.losses import full_forward_kl, topk_forward_kl
 from verl_opd.opd.plan import TrainItem
 from verl_opd.opd.trace import TeacherScores
-from verl_opd.rollout.teacher import Teachers, scores_from_prompt_logprobs
+from verl_opd.rollout.agent_loop import AgentLoopWorker, SampleFailure
+from verl_opd.rollout.router import Router
+from verl_opd.rollout.teacher import (
+    Teachers,
+    TeacherServer,
+    TeacherSettings,
+    scores_from_prompt_logprobs,
+)
 from verl_opd.training.lm_head import own_row_loss, row_loss
 
 # -- which source ----------------------------------------------------------------------------------
@@ -203,6 +211,68 @@ def test_a_teacher_that_hangs_is_named():
         match=r"teacher default, replica 0: no scores within rollout.request_timeout=0.05 s",
     ):
         asyncio.run(Teachers({"default": [Remote(Hanging())]}, 0.05).score("0-1", "x", (1,), (2,)))
+
+
+async def hang(*_: Any) -> Any:
+    await asyncio.sleep(30)
+    yield
+
+
+def test_a_teacher_that_computes_no_token_is_noticed_long_before_the_request_times_out():
+    """The core hangs; the server itself still answers."""
+
+    async def scenario() -> None:
+        stalled = settings(speculation=None, stall_timeout=0.2)
+        server = TeacherServer(TeacherSettings("math", stalled))
+        assert await server.failure() == "it did not start"
+        server._engine.llm = SimpleNamespace(errored=False, generate=hang)
+        assert await server.failure() == ""
+        with pytest.raises(
+            RolloutError, match="request 0-1: the engine hangs, no token for any request"
+        ):
+            await server.score("0-1", (1, 2), (3,))
+        assert "rollout.stall_timeout=0.2 s" in await server.failure()
+
+    asyncio.run(scenario())
+
+
+def test_a_teacher_whose_core_dies_ends_its_requests():
+    async def scenario() -> None:
+        server = TeacherServer(TeacherSettings("math", settings(speculation=None)))
+        core = SimpleNamespace(errored=False, dead_error=RuntimeError(), generate=hang)
+        server._engine.llm = core
+        waiting = asyncio.ensure_future(server.score("0-1", (1, 2), (3,)))
+        await asyncio.sleep(0.05)
+        core.errored = True
+        with pytest.raises(RolloutError, match="request 0-1: the engine core died"):
+            await asyncio.wait_for(waiting, 10)
+        assert await server.failure() == "RuntimeError: its engine core died"
+
+    asyncio.run(scenario())
+
+
+class LostTeacher(FakeTeacher):
+    async def score(self, *args: Any) -> TeacherScores:
+        raise RolloutError("request 0-0: the engine core died")
+
+
+def test_agent_loops_send_requests_to_the_teacher_that_replaced_a_lost_one():
+    servers = {"math": [Remote(FakeTeacher()), Remote(LostTeacher())]}
+    new = FakeTeacher()
+    router = Remote(Router(1))
+    worker = AgentLoopWorker("single_turn", [Remote(FakeServer())], router, 8, 5.0, servers)
+    rows = [Prompt(f"0-{i}", "unit", (i, 7), ()) for i in range(4)]
+
+    async def scenario() -> None:
+        first = await worker.run(rows, {}, 0, True)
+        lost = [outcome for outcome in first if isinstance(outcome, SampleFailure)]
+        assert 0 < len(lost) < 4, "samples of the other replica are kept"
+        await worker.replace_teacher("math", 1, Remote(new))
+        second = await worker.run(rows, {}, 0, True)
+        assert all(outcome.teacher is not None for outcome in second)
+        assert new.seen
+
+    asyncio.run(scenario())
 
 
 # -- the loss --------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""What vLLM's CPU engine needs before a draft can be trained in it: weights that can be loaded
-again, and sampling at a temperature.
+"""Fixes for vLLM's CPU engine, without which a draft cannot be trained: weights that can be loaded
+again, and sampling at the requested temperature.
 """
 
 from __future__ import annotations
@@ -19,17 +19,15 @@ def unpacked_linears() -> Iterator[None]:
     """While active, CPU linear layers and LM heads compute with their plain weight instead of a
     prepacked copy, so that it can be loaded again.
 
-    Linear layers by the skip flag that vLLM's UnquantizedLinearMethod honours on CPU. A head keeps
-    weight and packed copy side by side, so a load into it would be read back correctly and never
-    used.
+    For linear layers this is the skip flag that vLLM's UnquantizedLinearMethod reads on CPU. An LM
+    head keeps its weight and a packed copy side by side: a new weight would be read back correctly
+    and never used.
     """
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-    linear, head = (
-        UnquantizedLinearMethod.process_weights_after_loading,
-        UnquantizedEmbeddingMethod.process_weights_after_loading,
-    )
+    linear = UnquantizedLinearMethod.process_weights_after_loading
+    head = UnquantizedEmbeddingMethod.process_weights_after_loading
 
     def process_linear(self: Any, layer: nn.Module) -> None:
         layer._cpu_skip_gemm_dispatch = True  # type: ignore[assignment]
@@ -78,21 +76,21 @@ def expand(
     MAX_NUM_TOKENS: Any = None,
 ) -> None:
     """Repeat each request's value (temperature, top-p, top-k) for its tokens, with `replace_from`
-    turned into `replace_to`: what vLLM's kernel of this name does on other devices.
+    turned into `replace_to`, as vLLM's kernel of this name does on other devices. [R] -> [tokens].
     """
-    counts = torch.diff(cu_num_tokens.long(), prepend=cu_num_tokens.new_zeros(1).long())
+    counts = torch.diff(cu_num_tokens.long(), prepend=cu_num_tokens.new_zeros(1).long())  # [R]
     values = torch.where(
         input_val == replace_from, torch.full_like(input_val, replace_to), input_val
-    )
+    )  # [R]
     output.copy_(values.repeat_interleave(counts))
 
 
 def fix_sampling() -> bool:
-    """On CPU, see whether verification is given the requests' temperatures, and mend it when not;
-    whether it was broken.
+    """On CPU, check that verification receives the requests' temperatures, and fix it when it does
+    not; whether it was broken.
 
-    The stand-in of vLLM 0.32 writes into an integer copy and throws it away, so that logits are
-    divided by whatever was in memory and refused proposals come back as their own replacement.
+    The stand-in of vLLM 0.32 writes into an integer copy and drops it, so that logits are divided
+    by uninitialised memory and rejected proposals come back as their own replacement.
     """
     from vllm.platforms import current_platform
 
@@ -101,9 +99,8 @@ def fix_sampling() -> bool:
     from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
 
     def works() -> bool:
-        given = torch.rand(
-            5
-        )  # new values, and many: memory that was freed must not look like an answer
+        # new values, and several: freed memory must not pass for an answer
+        given = torch.rand(5)
         counts = torch.randint(1, 9, (5,))
         ends = counts.cumsum(0).to(torch.int32)
         return torch.equal(
@@ -117,7 +114,7 @@ def fix_sampling() -> bool:
     register_kernels({_EXPAND: expand})
     if not works():
         raise RuntimeError(
-            "this vLLM verifies sampled requests with wrong temperatures on CPU, and the mended "
-            "kernel is not used"
+            "this vLLM verifies sampled requests with wrong temperatures on CPU, and does not use "
+            "the corrected kernel"
         )
     return True

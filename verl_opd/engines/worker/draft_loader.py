@@ -1,8 +1,8 @@
 """Loads a pushed draft into a live drafter in place, and reads back what the engine really holds.
 
 vLLM's DFlash model fuses q/k/v and gate/up, and keeps a fused copy of all layers' K/V weights
-(`_fused_kv_weight`) that `load_weights` rebuilds. The rebuilt values are copied into the tensor
-that was there before, because captured graphs keep its address.
+(`_fused_kv_weight`) that `load_weights` rebuilds. The rebuilt values are copied into the previous
+tensor, because captured graphs keep its address.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def live_tensors(model: nn.Module, target: nn.Module, names: Names = ()) -> dict
     """The draft's own parameters under public checkpoint names, as views into the engine's fused
     ones (tensor parallel size 1).
 
-    What the draft shares with the frozen `target` is not its own, whatever its name. names: see
+    Parameters shared with the frozen `target` are left out, whatever their name. names: see
     DraftFamily.engine_names.
     """
     tensors: dict[str, Tensor] = {}
@@ -48,18 +48,19 @@ def live_tensors(model: nn.Module, target: nn.Module, names: Names = ()) -> dict
         if id(parameter) in borrowed or name in ("mask_embedding", "draft_id_to_target_id"):
             continue
         rows = getattr(model.get_submodule(full.rpartition(".")[0]), "org_vocab_size", None)
-        own = (
-            parameter if rows is None else parameter[:rows]
-        )  # vLLM pads vocabularies to a multiple of 64 (VocabParallelEmbedding)
+        # vLLM pads vocabularies to a multiple of 64 rows (VocabParallelEmbedding)
+        own = parameter if rows is None else parameter[:rows]
         module, _, leaf = name.rpartition(".")
         if module.endswith("qkv_proj"):
             attention = model.get_submodule("model." + module.rpartition(".")[0])
             sizes = [attention.q_size, attention.kv_size, attention.kv_size]
+            # q [q_size, hidden], k and v [kv_size, hidden] of [q_size + 2 * kv_size, hidden]
             parts = zip(_QKV, parameter.split(sizes), strict=True)
             tensors.update(
                 {f"{module.removesuffix('qkv_proj')}{part}.{leaf}": value for part, value in parts}
             )
         elif module.endswith("gate_up_proj"):
+            # two of [intermediate, hidden] of [2 * intermediate, hidden]
             parts = zip(_GATE_UP, parameter.chunk(2), strict=True)
             tensors.update(
                 {
@@ -78,8 +79,8 @@ def live_tensors(model: nn.Module, target: nn.Module, names: Names = ()) -> dict
 
 
 class DraftLoader:
-    """Holds what is loaded: version, checksum. Refuses anything that is not exactly the draft,
-    before a single byte is changed.
+    """Loads pushed drafts and knows the version of the last. A file that is not exactly the draft
+    is rejected before a single byte changes.
     """
 
     def __init__(self, runner: Any, names: Names = ()) -> None:
@@ -125,11 +126,11 @@ class DraftLoader:
         if not problems and (found := checksum(tensors)) != expected_checksum:
             problems.append(f"checksum of the file is {found}, announced was {expected_checksum}")
         if problems:
-            raise ValueError(f"draft push refused, {Path(path).name}: {'; '.join(problems[:8])}")
+            raise ValueError(f"draft push rejected, {Path(path).name}: {'; '.join(problems[:8])}")
 
     def read_back(self) -> dict[str, Any]:
-        """version, checksum and count of the tensors the engine computes with, in bf16; and whether
-        its fused K/V copy agrees with them.
+        """Version, checksum (in bf16) and count of the tensors that the engine computes with, and
+        whether its fused K/V copy agrees with them.
         """
         model = draft_model(self._runner)
         live = {name: tensor.detach().to(torch.bfloat16) for name, tensor in self._live().items()}
@@ -148,8 +149,8 @@ def _fused(inner: nn.Module) -> dict[str, Tensor]:
 
 
 def _fused_consistent(inner: Any) -> bool:
-    """Whether building the fused copies again would change them; the tensors that graphs may hold
-    stay in place.
+    """Whether building the fused copies again gives the same values; the tensors that captured
+    graphs may hold stay in place.
     """
     held = _fused(inner)
     if not held:

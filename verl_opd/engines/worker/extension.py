@@ -1,5 +1,5 @@
-"""The vLLM worker extension: what the server reaches through `collective_rpc`. Names carry a
-prefix, because vLLM refuses clashes.
+"""The vLLM worker extension: the methods that a server calls through `collective_rpc`. Their names
+have a prefix, because vLLM allows no clash with a worker's own.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from verl_opd.snapshot import checksum
 
 
 class OpdWorkerExtension:
-    """Mixed into the engine worker (EngineArgs.worker_extension_cls). Everything it returns is
-    plain data, so no pickle is needed.
+    """Mixed into the engine worker (EngineArgs.worker_extension_cls). It returns plain data only,
+    so no pickle is needed.
 
-    Construction happens before the models load and must not raise: a failure is kept and reported
-    by the start-up probe.
+    It is constructed before the models load and must not raise: a failure is kept, and the start-up
+    probe reports it.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -28,21 +28,21 @@ class OpdWorkerExtension:
         worker.opd_failure = ""
         try:
             keep_drafts_loadable()
-        except Exception:  # raising here would kill the engine core without a word
+        except Exception:  # raising here would kill the engine core without a message
             worker.opd_failure = traceback.format_exc(limit=3)
         return worker
 
     def opd_install(self: Any, engine_names: list[tuple[str, str]]) -> dict[str, Any]:
-        """Attach recorder, loader and switch to the live runner, once; returns the facts that the
-        probe compares.
+        """Attach recorder, loader and switch to the live runner, once. Returns what the start-up
+        probe compares: `failure`, empty when all is attached, and the keys of _drafter_probe.
         """
         if self.opd_failure:
             return {"failure": self.opd_failure}
         try:
             runner = self.model_runner
             if hasattr(self, "opd_recorder"):
-                return {"failure": "", "seam": "attached before", **_drafter_facts(runner)}
-            facts = {**_drafter_facts(runner), "fixed_sampling": fix_sampling()}
+                return {"failure": "", "seam": "attached before", **_drafter_probe(runner)}
+            probe = {**_drafter_probe(runner), "fixed_sampling": fix_sampling()}
             recorder = VerifyRecorder(_live_requests(runner))
             seam, switch = attach(runner, recorder)
             self.opd_recorder, self.opd_switch, self.opd_loader = (
@@ -50,8 +50,8 @@ class OpdWorkerExtension:
                 switch,
                 DraftLoader(runner, engine_names),
             )
-            return {"failure": "", "seam": seam, **facts}
-        except Exception as error:  # reported by the probe, which stops the run with it
+            return {"failure": "", "seam": seam, **probe}
+        except Exception as error:  # the server's probe stops the run with it
             return {"failure": f"{type(error).__name__}: {error}"}
 
     def opd_pop_traces(self: Any, external_ids: list[str]) -> dict[str, Any]:
@@ -61,9 +61,8 @@ class OpdWorkerExtension:
     def opd_load_draft(self: Any, path: str, version: int, checksum: str) -> dict[str, Any]:
         try:
             report: dict[str, Any] = self.opd_loader.load(path, version, checksum)
-        except (
-            Exception
-        ) as error:  # as data: an exception would end the engine, and the old draft still serves
+        # as data: an exception would end the engine, which still serves the old draft
+        except Exception as error:
             return {"error": f"{type(error).__name__}: {error}", **self.opd_loader.read_back()}
         return {"error": "", **report}
 
@@ -85,10 +84,8 @@ class OpdWorkerExtension:
         return stats
 
 
-def _drafter_facts(runner: Any) -> dict[str, Any]:
-    """What the engine will really draft with, read from live objects rather than from what we asked
-    for.
-    """
+def _drafter_probe(runner: Any) -> dict[str, Any]:
+    """What the engine really drafts with, read from its live objects and not from its arguments."""
     model = draft_model(runner)
     drafter = runner.drafter if hasattr(runner, "drafter") else runner.speculator
     target = runner.get_model()
@@ -111,7 +108,7 @@ def _drafter_facts(runner: Any) -> dict[str, Any]:
 
 
 def _live_requests(runner: Any) -> Callable[[str], bool]:
-    """Whether the engine still holds a request: V1 keeps `requests`, V2
+    """Whether the engine still holds the request of an internal id: V1 keeps `requests`, V2
     `req_states.req_id_to_index`.
     """
     return lambda name: (

@@ -1,5 +1,5 @@
-"""Where the recorder and the drafting switch attach to a live model runner; which one is decided by
-looking at the runner.
+"""Where the recorder and the drafting switch attach to a live model runner. Features of the runner
+decide between V1 and V2.
 
 V1 (vLLM v1/worker/gpu_model_runner.py, its CPU subclass, vllm-ascend's NPUModelRunner):
 `_sample(logits, spec_decode_metadata)` pads rows with -1. V2 (vLLM v1/worker/gpu/model_runner.py):
@@ -22,13 +22,13 @@ _LOSSY_ASCEND = ("enable_block_verify", "enable_entropy_verify")
 
 class Switch(Protocol):
     def set(self, enabled: bool) -> bool:
-        """Turn proposals on or off; whether the switch now stands as asked."""
+        """Turn proposals on or off; whether that worked."""
         ...
 
 
 def owner_of(runner: Any, name: str) -> type:
-    """The class in the runner's MRO that defines `name`: a subclass may override it, and only that
-    one is called. RuntimeError without any.
+    """The class in the runner's MRO that defines `name`: only the first one is called.
+    RuntimeError when there is none.
     """
     for cls in type(runner).__mro__:
         if name in cls.__dict__:
@@ -38,9 +38,9 @@ def owner_of(runner: Any, name: str) -> type:
     )
 
 
-def refuse_lossy(runner: Any) -> None:
-    """RuntimeError for verification modes whose steps are not what the target alone would say, or
-    whose logits are only a part of a row.
+def reject_lossy(runner: Any) -> None:
+    """RuntimeError for verification modes whose steps do not follow the target's distribution, or
+    whose logits hold only a part of a row.
     """
     method = getattr(getattr(runner, "speculative_config", None), "rejection_sample_method", None)
     if method in _LOSSY:
@@ -69,13 +69,13 @@ def refuse_lossy(runner: Any) -> None:
 
 
 class DraftingSwitch:
-    """Wraps a V1 runner's `propose_draft_token_ids`: turns proposals off and on, and knows whether
+    """Wraps a V1 runner's `propose_draft_token_ids`: turns proposals off and on, and notes whether
     the last step had any.
 
-    Off, the engine decodes the target alone, at its own speed. Only with synchronous scheduling: an
-    asynchronous scheduler has already reserved the proposals' slots. Switch with no request in
-    flight and reset the prefix cache afterwards, because the draft's context KV is not written
-    while it is off.
+    While off, the engine decodes the target alone, at the target's speed. This needs synchronous
+    scheduling: an asynchronous scheduler has already reserved the proposals' slots. Switch with no
+    request in flight and reset the prefix cache afterwards, because the draft's context KV is not
+    written while drafting is off.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -116,10 +116,10 @@ class AlwaysDrafting:
 
 
 def attach(runner: Any, recorder: VerifyRecorder) -> tuple[str, Switch]:
-    """Wrap the live runner's sampler seam on this instance: (qualified name of what was wrapped,
-    switch). RuntimeError when it has none, or verifies in a way that cannot be recorded.
+    """Wrap the sampler seam of this live runner: (qualified name of the wrapped method, switch).
+    RuntimeError when it has none, or verifies in a way that cannot be recorded.
     """
-    refuse_lossy(runner)
+    reject_lossy(runner)
     if any("_sample" in cls.__dict__ for cls in type(runner).__mro__):
         return _attach_v1(runner, recorder)
     return _attach_v2(runner, recorder)
@@ -163,7 +163,7 @@ def _v1_inputs(
 
 
 def _discarded(runner: Any, count: int) -> list[bool]:
-    """Rows of prompt chunks that are not the last: as a mask, or as vllm-ascend's older list of
+    """Rows of prompt chunks that are not the last, from a mask or from vllm-ascend's older list of
     indices.
     """
     mask = getattr(runner, "discard_request_mask", None)
@@ -233,9 +233,9 @@ def _v2_inputs(
     )
     first = [int(start) for start in batch.cu_num_logits_np[:count]]
     rows = [start + j for start, n in zip(first, drafts, strict=True) for j in range(n)]
-    target_rows = torch.tensor(rows, dtype=torch.long, device=sampled.device)
-    columns = torch.arange(sampled.shape[1], device=sampled.device)
-    temperature = runner.sampler.sampling_states.temperature.gpu[batch.idx_mapping[:count]]
+    target_rows = torch.tensor(rows, dtype=torch.long, device=sampled.device)  # [P]
+    columns = torch.arange(sampled.shape[1], device=sampled.device)  # [width]
+    temperature = runner.sampler.sampling_states.temperature.gpu[batch.idx_mapping[:count]]  # [R]
     return StepInputs(
         req_ids=batch.req_ids[:count],
         num_drafts=drafts,

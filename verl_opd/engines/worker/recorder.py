@@ -18,55 +18,52 @@ from torch import Tensor
 _SUFFIX = re.compile(r"^(?P<base>.+)-[0-9a-f]{8}$")
 _DUMMY = ("_dummy", "dummy")
 _STALE_SECONDS = 60.0  # how long the trace of a finished request waits to be collected
-_ROWS_AT_ONCE = (
-    2 if not torch.cuda.is_available() else 64
-)  # a few rows stay in cache on a CPU; a GPU wants more per launch
+# a few rows stay in a CPU's cache; a GPU needs more per launch
+_ROWS_AT_ONCE = 64 if torch.cuda.is_available() else 2
 
 
 @dataclass
 class _Step:
-    """What one step adds to one request; `logprobs` is a slice of a tensor still on the device."""
+    """What one step adds to one request."""
 
-    accepted: int
-    drafted: list[int]
+    accepted: int  # leading proposals that the target accepted
+    drafted: list[int]  # proposed token ids, at most K
+    # float32 [rejected], still on the device: target log-probs of the rejected proposals
     logprobs: Tensor | None
 
 
 @dataclass
 class _Request:
+    """What is recorded of one request."""
+
     steps: list[_Step] = field(default_factory=list)
-    touched: float = field(default_factory=lambda: time.monotonic())
+    touched: float = field(default_factory=lambda: time.monotonic())  # of its last step
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepInputs:
-    """One sampler call, as the V1 runner sees it (SpecDecodeMetadata of vLLM).
-
-    req_ids: internal ids, one per row. num_drafts: proposals per row. draft_ids [sum]: flattened by
-    row. sampled [rows, width]: accepted proposals, one target token, then -1. logits [L, V]: raw
-    target logits; target_rows [sum]: row of `logits` that verifies each proposal. discarded: rows
-    whose token is thrown away (a prompt chunk that is not the last). temperature [rows] or None
-    when all rows are greedy. from_draft: whether the draft made the proposals; near max_model_len
-    the runner has placeholders verified instead.
+    """One sampler call over R requests with P proposals in all, as the V1 runner has it
+    (SpecDecodeMetadata of vLLM).
     """
 
-    req_ids: Sequence[str]
-    num_drafts: Sequence[int]
-    draft_ids: Tensor
-    sampled: Tensor
-    logits: Tensor
-    target_rows: Tensor
-    discarded: Sequence[bool]
-    temperature: Tensor | None
+    req_ids: Sequence[str]  # [R] internal ids
+    num_drafts: Sequence[int]  # [R] proposals per request, P in all
+    draft_ids: Tensor  # int [P] proposed token ids, request after request
+    sampled: Tensor  # int [R, width]: accepted proposals, one target token, then -1
+    logits: Tensor  # [L, V] raw target logits
+    target_rows: Tensor  # int [P] row of `logits` that verifies each proposal
+    discarded: Sequence[bool]  # [R] whether the token is dropped (a prompt chunk, not the last)
+    temperature: Tensor | None  # float [R]; None when all requests are greedy
+    # False near max_model_len, where the runner has placeholders verified in place of proposals
     from_draft: bool = True
 
 
 def accepted_count(row: Sequence[int], drafts: Sequence[int]) -> int:
     """How many leading proposals a sampled row accepts.
 
-    Bounded by both signals: tokens before the -1 padding minus the target's own, and the prefix
-    that matches the proposals. Engines that pad give the first; samplers that fill whole rows only
-    give the second; a recovered token equal to a rejected proposal fools the second alone.
+    Bounded by two counts: tokens before the -1 padding minus the target's own, and the prefix that
+    equals the proposals. Engines that pad give the first. Samplers that fill whole rows give only
+    the second, which is wrong alone where a recovered token equals a rejected proposal.
     """
     valid = sum(token != -1 for token in row)
     matching = 0
@@ -81,27 +78,49 @@ def target_logprobs(
     """float32 log-probs [M] of `tokens` [M] at logits[rows [M]], after dividing by the request's
     temperature [M] where that is positive.
     """
-    values = torch.empty(rows.shape[0], dtype=torch.float32, device=logits.device)
+    values = torch.empty(rows.shape[0], dtype=torch.float32, device=logits.device)  # [M]
     for start in range(0, rows.shape[0], _ROWS_AT_ONCE):
         part = slice(start, start + _ROWS_AT_ONCE)
-        chunk = logits[rows[part]].float()
+        chunk = logits[rows[part]].float()  # [m, V]
         if temperature is not None:
             chunk = chunk / torch.where(temperature[part] > 0, temperature[part], 1.0).unsqueeze(1)
         values[part] = torch.log_softmax(chunk, -1).gather(1, tokens[part].unsqueeze(1)).squeeze(1)
     return values
 
 
+def _note_logprobs(step: StepInputs, pending: Sequence[tuple[_Step, range, int]]) -> None:
+    """Give every noted step the target log-probs of its rejected proposals: (step, their places
+    among all P proposals, its row).
+    """
+    device = step.logits.device
+    places = [place for _, rejected, _ in pending for place in rejected]
+    entries = torch.tensor(places, device=device)  # [M], into P
+    temperature = None
+    if step.temperature is not None:
+        rows = [row for _, rejected, row in pending for _ in rejected]
+        temperature = step.temperature[torch.tensor(rows, device=device)]  # [M]
+    values = target_logprobs(
+        step.logits,
+        step.target_rows[entries].long(),
+        step.draft_ids[entries].long(),
+        temperature,
+    )  # [M]
+    parts = values.split([len(rejected) for _, rejected, _ in pending])
+    for (noted, _, _), part in zip(pending, parts, strict=True):
+        noted.logprobs = part
+
+
 class VerifyRecorder:
     """Verify steps by internal request id, handed out once through `pop`.
 
-    A request's first sampled token comes from prefill and is no event; every later step is one:
+    A request's first sampled token comes from prefill and is no event. Every later step is one:
     (accepted, drafted ids, target log-probs of the rejected ones), or (0, [], []) when nothing was
     drafted. Placeholders verified in place of proposals teach nothing: every token that such a step
-    commits is a draft-free event; a slot that holds -1 was never proposed. Counters say what was
+    commits is a draft-free event; a slot that holds -1 was never proposed. Counters hold what was
     seen and what failed.
 
-    is_live: whether the engine still holds the request of an internal id. Traces of requests that
-    ended and that nobody collects (HTTP requests) are dropped after a minute.
+    is_live: whether the engine still holds the request of an internal id. The trace of a request
+    that ended without being collected (an HTTP request) is dropped after a minute.
     """
 
     def __init__(self, is_live: Callable[[str], bool] = lambda name: False) -> None:
@@ -119,15 +138,15 @@ class VerifyRecorder:
         self.last_error = ""
 
     def observe(self, inputs: Any) -> None:
-        """`record`, for the engine's own thread: `inputs` is called to build StepInputs, and no
-        exception leaves.
+        """`record` in the engine's own thread: calls `inputs` to build StepInputs, and raises
+        nothing.
         """
         if not self.enabled:
             return
         started = time.perf_counter()
         try:
             self.record(inputs())
-        except Exception:  # the engine must go on serving; the probe and the metrics report it
+        except Exception:  # the engine must keep serving; the probe and the metrics report it
             self.counts["errors"] += 1
             self.last_error = traceback.format_exc(limit=4)
         self.seconds += time.perf_counter() - started
@@ -137,15 +156,13 @@ class VerifyRecorder:
         device until `pop`.
         """
         width, total = step.sampled.shape[1], sum(step.num_drafts)
+        # [R * width + P]
         packed = torch.cat(
             (step.sampled.reshape(-1).long(), step.draft_ids[:total].long())
         ).tolist()
-        split = len(step.req_ids) * width
-        drafts_flat = packed[split:]
+        drafts_flat = packed[len(step.req_ids) * width :]  # [P]
         self.counts["steps"] += 1
-        wanted_rows: list[int] = []
-        wanted_requests: list[int] = []
-        pending: list[tuple[_Step, int]] = []
+        pending: list[tuple[_Step, range, int]] = []  # step, its rejected proposals in P, row
         offset = 0
         for row, (req_id, count) in enumerate(zip(step.req_ids, step.num_drafts, strict=True)):
             drafts = drafts_flat[offset : offset + count]
@@ -166,28 +183,9 @@ class VerifyRecorder:
             request.steps.append(noted)
             self.counts["verify_rows" if count else "draft_free_rows"] += 1
             if accepted < count:
-                pending.append((noted, count - accepted))
-                wanted_rows.extend(range(first + accepted, first + count))
-                wanted_requests.extend([row] * (count - accepted))
-        if not pending:
-            return
-        device = step.logits.device
-        entries = torch.tensor(wanted_rows, device=device)
-        temperature = (
-            None
-            if step.temperature is None
-            else step.temperature[torch.tensor(wanted_requests, device=device)]
-        )
-        values = target_logprobs(
-            step.logits,
-            step.target_rows[entries].long(),
-            step.draft_ids[entries].long(),
-            temperature,
-        )
-        for (noted, _), part in zip(
-            pending, values.split([count for _, count in pending]), strict=True
-        ):
-            noted.logprobs = part
+                pending.append((noted, range(first + accepted, first + count), row))
+        if pending:
+            _note_logprobs(step, pending)
 
     def pop(
         self, external_ids: Sequence[str]

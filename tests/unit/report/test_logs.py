@@ -1,0 +1,99 @@
+"""What a line of ours looks like: plain on the console, with time, level and role in files."""
+
+from __future__ import annotations
+
+import logging
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verl_opd.logs import TREE
+from verl_opd.report.console import Console
+from verl_opd.report.logs import driver_log
+
+ROOT = Path(__file__).parents[3]
+TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}"
+log = logging.getLogger("verl_opd.controller.fleet")
+
+
+def test_the_driver_prints_messages_and_writes_them_with_time_and_level(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    with driver_log(Console(), tmp_path / "run.log"):
+        log.info("draft [/tmp/a], two\nlines")
+        log.warning("%d samples dropped", 3)
+        log.debug("not this one")
+        logging.getLogger("somebody.else").warning("nor this one")
+    log.info("nor this one, afterwards")
+    assert capsys.readouterr().out == "draft [/tmp/a], two\nlines\n3 samples dropped\n"
+    lines = (tmp_path / "run.log").read_text().splitlines()
+    assert [re.sub(TIME, "T", line) for line in lines] == [
+        "T INFO    driver  draft [/tmp/a], two",
+        "T INFO    driver  lines",
+        "T WARNING driver  3 samples dropped",
+    ]
+
+
+def test_a_continued_run_appends_and_the_tree_is_left_as_it_was(tmp_path: Path):
+    tree = logging.getLogger(TREE)
+    before = list(tree.handlers), tree.level, tree.propagate
+    for text in ("one", "two"):
+        with driver_log(Console(), tmp_path / "run.log"):
+            log.info(text)
+    assert (list(tree.handlers), tree.level, tree.propagate) == before
+    assert [line.split()[-1] for line in (tmp_path / "run.log").read_text().splitlines()] == [
+        "one",
+        "two",
+    ]
+
+
+def test_a_message_does_not_break_a_progress_bar(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """On a terminal the bar is drawn anew below the message, by the console that draws both."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    console = Console()
+    with driver_log(console, tmp_path / "run.log"), console.stage("OPD", 3, 1) as bar:
+        log.info("an engine was replaced")
+        bar.advance({"actor/lr": 0.5})
+    lines = capsys.readouterr().out.split("\n")
+    (message,) = [line for line in lines if "an engine was replaced" in line]
+    assert message.split("\x1b[2K")[-1] == "an engine was replaced"  # the bar is erased before
+    assert "lr 0.5" in lines[-2]
+
+
+PROCESS = """
+import logging
+from verl_opd.logs import open_log
+from verl_opd.process import redirect_output
+redirect_output("{path}")
+open_log("{path}")
+logging.getLogger("verl_opd.training.worker").info("ready\\nto go")
+logging.getLogger("elsewhere").info("not this one")
+"""
+
+
+@pytest.mark.parametrize(
+    ("file", "role"),
+    [
+        ("train_0.log", "trainer rank 0"),
+        ("rollout_1.log", "engine 1"),
+        ("agent_2.log", "agent loop 2"),
+        ("teacher_10.log", "teacher 10"),
+    ],
+)
+def test_the_file_of_a_process_names_its_role_on_every_line(tmp_path: Path, file: str, role: str):
+    code = PROCESS.format(path=tmp_path / file)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == done.stderr == ""
+    lines = (tmp_path / file).read_text().splitlines()
+    assert [re.sub(TIME, "T", line) for line in lines] == [
+        f"T INFO    {role}  ready",
+        f"T INFO    {role}  to go",
+    ]
