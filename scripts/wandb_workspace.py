@@ -1,8 +1,8 @@
-"""Make a wandb workspace whose panels are those of docs/dashboard.md, in the project that the runs
-log to.
+"""Make a wandb workspace with the panels of docs/dashboard.md in the project that runs log to.
 
-python scripts/wandb_workspace.py --entity my-team [--project verl-opd]      needs pip install
-'verl-opd[wandb]' and wandb login
+    python scripts/wandb_workspace.py --entity my-team [--project verl-opd]
+
+Needs pip install 'verl-opd[wandb]' and wandb login.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ PANELS: dict[str, dict[str, list[str]]] = {
     },
     "Is it learning the right thing?": {
         "loss": ["actor/distillation/loss"],
-        "committed and refused tokens": [
+        "committed and rejected tokens": [
             "actor/distillation/non_rejected_token_loss",
             "actor/distillation/rejected_draft_loss",
         ],
         "supervised share of response tokens": ["actor/distillation/opd_effective_token_ratio"],
-        "refused tokens at the clamp": ["actor/distillation/rejected_draft_loss_clamp_fraction"],
+        "rejected tokens at the clamp": ["actor/distillation/rejected_draft_loss_clamp_fraction"],
         "gradient norm": ["actor/grad_norm"],
         "learning rate": ["actor/lr"],
     },
-    "Is everything what it says it is?": {
+    "Is everything consistent?": {
         "replay check": ["opd/replay_mismatch", "opd/replay_mismatch_raw"],
         "version in the engines, and of the draft": [
             "opd/weight_sync/version",
@@ -45,7 +45,7 @@ PANELS: dict[str, dict[str, list[str]]] = {
             "data/dropped_samples",
             "training/failed_checkpoints",
         ],
-        "started again": [
+        "restarted": [
             "rollout/engine_restarts",
             "rollout/teacher_restarts",
             "rollout/agent_restarts",
