@@ -11,7 +11,7 @@ from verl_opd.config.schema import DraftConfig
 from verl_opd.drafts import files, formats
 from verl_opd.drafts.formats import Use
 from verl_opd.errors import ConfigError
-from verl_opd.targets.layers import default_layer_ids, vllm_aux_layer_id
+from verl_opd.targets.layers import default_layer_ids, from_vllm_aux_ids, to_vllm_aux_ids
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _REQUIRED = (
@@ -245,7 +245,7 @@ def _check_supported(config: Mapping[str, Any]) -> None:
         "eagle_config": (config.get("eagle_config"), (None, {})),
         "eagle_aux_hidden_state_layer_ids": (
             config.get("eagle_aux_hidden_state_layer_ids"),
-            (None, [i + 1 for i in ids]),
+            (None, to_vllm_aux_ids(ids)),
         ),
         "quantization_config": (config.get("quantization_config"), (None,)),
     }
@@ -301,7 +301,7 @@ def to_speculators(config: Mapping[str, Any], use: Use) -> dict[str, Any]:
         "architectures": ["DFlashSpeculator"],
         "block_size": int(dflash_key(config, "block_size")),
         "mask_token_id": int(dflash_key(config, "mask_token_id")),
-        "aux_hidden_state_layer_ids": [vllm_aux_layer_id(i) for i in target_layer_ids(config)],
+        "aux_hidden_state_layer_ids": to_vllm_aux_ids(target_layer_ids(config)),
         "draft_vocab_size": config["vocab_size"],
         "sample_from_anchor": False,
         "sliding_window_non_causal": not causal,
@@ -322,7 +322,7 @@ def from_speculators(config: Mapping[str, Any]) -> dict[str, Any]:
         )
     inner = {
         "mask_token_id": own.get("mask_token_id"),
-        "target_layer_ids": [int(i) - 1 for i in own.get("aux_hidden_state_layer_ids") or []],
+        "target_layer_ids": from_vllm_aux_ids(own.get("aux_hidden_state_layer_ids") or []),
         "causal": not own.get("sliding_window_non_causal", True),
     }
     kept: dict[str, Any] = {

@@ -13,7 +13,11 @@ from verl_opd.config.schema import DraftConfig
 from verl_opd.drafts import files, formats
 from verl_opd.drafts.formats import Use
 from verl_opd.errors import ConfigError
-from verl_opd.targets.layers import vllm_aux_layer_id
+from verl_opd.targets.layers import (
+    eagle3_default_layer_ids,
+    from_vllm_aux_ids,
+    to_vllm_aux_ids,
+)
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 _REQUIRED = (
@@ -25,13 +29,6 @@ _REQUIRED = (
     "intermediate_size",
     "rms_norm_eps",
 )
-
-
-def default_layer_ids(num_layers: int) -> list[int]:
-    """Outputs of an early, the middle and a late layer: vLLM's aux states 2, L/2 and L-3
-    (get_eagle3_default_aux_hidden_state_layers).
-    """
-    return [1, num_layers // 2 - 1, num_layers - 4]
 
 
 def derive_config(target: PretrainedConfig, draft: DraftConfig) -> dict[str, Any]:
@@ -57,14 +54,14 @@ def derive_config(target: PretrainedConfig, draft: DraftConfig) -> dict[str, Any
     ids = (
         list(draft.target_layer_ids)
         if draft.target_layer_ids is not None
-        else default_layer_ids(layers)
+        else eagle3_default_layer_ids(layers)
     )
     return {
         "architectures": [ARCHITECTURE],
         "model_type": "llama",
         "num_target_layers": layers,
         "num_hidden_layers": 1,
-        "eagle_aux_hidden_state_layer_ids": [vllm_aux_layer_id(i) for i in ids],
+        "eagle_aux_hidden_state_layer_ids": to_vllm_aux_ids(ids),
         "num_aux_hidden_states": len(ids),
         "hidden_size": target.hidden_size,
         "target_hidden_size": target.hidden_size,
@@ -96,14 +93,14 @@ def target_layer_ids(config: Mapping[str, Any]) -> list[int]:
         config.get("eagle_config") or {}
     ).get("eagle_aux_hidden_state_layer_ids")
     if named:
-        return [int(i) - 1 for i in named]
+        return from_vllm_aux_ids(named)
     count = config.get("num_target_layers")
     if count is None:
         raise ConfigError(
             "the draft's config.json names neither eagle_aux_hidden_state_layer_ids nor "
             "num_target_layers: add one of them"
         )
-    return default_layer_ids(int(count))
+    return eagle3_default_layer_ids(int(count))
 
 
 def head_dim(config: Mapping[str, Any]) -> int:
@@ -196,7 +193,7 @@ def to_speculators(config: Mapping[str, Any], use: Use) -> dict[str, Any]:
     network = {key: value for key, value in config.items() if key not in (*_OWN, _IDS)}
     own = {
         "architectures": ["Eagle3Speculator"],
-        _IDS: [vllm_aux_layer_id(i) for i in target_layer_ids(config)],
+        _IDS: to_vllm_aux_ids(target_layer_ids(config)),
         "draft_vocab_size": draft_vocab_size(config),
         **{name: bool(config.get(name)) for name in _SWITCHES},
         "norm_before_fc": False,
