@@ -56,7 +56,7 @@ def rope_settings(config: Mapping[str, Any], what: str) -> dict[str, Any]:
     """rope_type, rope_theta and whatever else is set, from either spelling; ConfigError when theta
     is missing.
 
-    Engines read the file through transformers, which fills in 10000 without a word: a draft trained
+    Engines read the file through transformers, which silently fills in 10000: a draft trained
     with another base then accepts little.
     """
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
@@ -100,7 +100,7 @@ def load_into(
     copies: Sequence[str] = (),
     rename: Callable[[str], str] = str,
 ) -> None:
-    """Load the draft directory `path` into `draft`, as DraftFamily.load_weights says.
+    """Load the draft directory `path` into `draft`, as DraftFamily.load_weights describes.
 
     copies: names of `frozen` that files of this family may carry; they are compared, in bf16, and
     left out. rename: a file's name -> ours.

@@ -1,4 +1,4 @@
-"""DFlash config.json: read public ones, derive new ones, refuse what replay would not reproduce."""
+"""DFlash config.json: read public ones, derive new ones, reject what replay cannot reproduce."""
 
 from __future__ import annotations
 
@@ -92,11 +92,11 @@ def rope_theta(config: Mapping[str, Any]) -> float:
     return float(files.rope_settings(config, "draft")["rope_theta"])
 
 
-LayerAttention = tuple[int | None, bool]
+LayerAttention = tuple[int | None, bool]  # (sliding window or None, causal inside the block)
 
 
 def layer_attention(config: Mapping[str, Any]) -> list[LayerAttention]:
-    """(sliding window or None, causal inside the block) of every layer, resolved as the engine does
+    """The attention of every layer, resolved as the engine does
     (vLLM qwen3_dflash._resolve_layer_attention).
 
     ConfigError for a sliding layer without a window.
@@ -115,9 +115,8 @@ def layer_attention(config: Mapping[str, Any]) -> list[LayerAttention]:
         sliding = use_swa or types[index] == _SLIDING
         if sliding and window is None:
             raise ConfigError(
-                f"layer {index} of the draft slides, but its config.json names no window: set "
-                "dflash_config.swa_window_size "
-                "(a top-level sliding_window counts only with use_sliding_window=true)"
+                f"layer {index} of the draft has sliding attention, but its config.json names no "
+                "window: set dflash_config.swa_window_size (a top-level sliding_window counts only with use_sliding_window=true)"
             )
         causal = types[index] == _SLIDING if explicit is None else bool(explicit)
         resolved.append((int(window) if sliding and window is not None else None, causal))
@@ -209,7 +208,7 @@ def _check_block(block: int, num_speculative_tokens: int, allow_mismatch: bool) 
 
 
 def _check_supported(config: Mapping[str, Any]) -> None:
-    """Variants that the engine drafts with and this replay does not reproduce are refused, not
+    """ConfigError for variants that engines draft with and this replay does not reproduce; none is
     approximated.
     """
     if "DFlashDraftModel" not in (config.get("architectures") or []):
@@ -286,7 +285,7 @@ _OWN = (
 
 
 def to_speculators(config: Mapping[str, Any], use: Use) -> dict[str, Any]:
-    """The same draft as a speculators file, whatever decides its attention written down."""
+    """The same draft as a speculators file, with every key that decides its attention."""
     network = {key: value for key, value in config.items() if key not in _OWN}
     window, causal = layer_attention(config)[0]
     if window is not None:

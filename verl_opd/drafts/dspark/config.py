@@ -1,6 +1,4 @@
-"""DSpark config.json: flat keys of public checkpoints, read as a DFlash draft with
-a Markov head.
-"""
+"""DSpark config.json: flat keys as in public files, read as a DFlash draft with a Markov head."""
 
 from __future__ import annotations
 
@@ -112,9 +110,8 @@ def to_speculators(config: Mapping[str, Any], use: Use) -> dict[str, Any]:
     network = {
         key: value for key, value in whole["transformer_layer_config"].items() if key in backbone
     }
-    network["is_causal"] = dflash_config.layer_attention(as_dflash(config))[0][
-        1
-    ]  # vLLM reads no causality of DSpark from anywhere else
+    _, causal = dflash_config.layer_attention(as_dflash(config))[0]
+    network["is_causal"] = causal  # the only key that tells vLLM of a DSpark draft's causality
     kept = {
         key: whole[key]
         for key in ("mask_token_id", "aux_hidden_state_layer_ids", "draft_vocab_size")

@@ -1,6 +1,4 @@
-"""EAGLE-3 config.json: read public ones, derive new ones, refuse what replay would
-not reproduce.
-"""
+"""EAGLE-3 config.json: read public ones, derive new ones, reject what replay cannot reproduce."""
 
 from __future__ import annotations
 
@@ -32,8 +30,8 @@ _REQUIRED = (
 
 
 def derive_config(target: PretrainedConfig, draft: DraftConfig) -> dict[str, Any]:
-    """config.json of a new one-layer draft that fits `target`, over the target's
-    whole vocabulary.
+    """config.json of a new one-layer draft that fits `target`, over the target's whole
+    vocabulary.
     """
     if draft.num_hidden_layers not in (None, 1):
         raise ConfigError(
@@ -86,8 +84,8 @@ def derive_config(target: PretrainedConfig, draft: DraftConfig) -> dict[str, Any
 
 
 def target_layer_ids(config: Mapping[str, Any]) -> list[int]:
-    """0-based layers whose outputs the draft reads, in the engine's order; public drafts that name
-    none mean the default three.
+    """Layers whose outputs the draft reads, in the engine's order; public drafts that name none
+    mean the default three.
     """
     named = config.get("eagle_aux_hidden_state_layer_ids") or (
         config.get("eagle_config") or {}
@@ -136,7 +134,7 @@ def check(config: Mapping[str, Any], target: PretrainedConfig) -> None:
 
 
 def _check_supported(config: Mapping[str, Any]) -> None:
-    """Variants that the engine drafts with and this replay does not reproduce are refused, not
+    """ConfigError for variants that engines draft with and this replay does not reproduce; none is
     approximated.
     """
     if ARCHITECTURE not in (config.get("architectures") or []):
@@ -212,19 +210,19 @@ def from_speculators(config: Mapping[str, Any]) -> dict[str, Any]:
         for key in (*_SWITCHES, "norm_before_fc", "draft_vocab_size", "target_hidden_size", _IDS)
         if own.get(key) is not None
     }
-    kept.setdefault("norm_before_residual", True)  # the default of vLLM's reader (update_eagle3)
+    kept.setdefault("norm_before_residual", True)  # vLLM's default for such files (update_eagle3)
     return {**network, **kept, "architectures": [ARCHITECTURE]}
 
 
 def to_sglang(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same draft for SGLang, which reads layer ids from eagle_config and adds one itself.
-    ConfigError for switches that it would not notice.
+    """The same draft for SGLang, which reads our layer ids from eagle_config. ConfigError for
+    switches that SGLang ignores.
     """
     on = [name for name in _SWITCHES if config.get(name)]
     if on:
         raise ConfigError(
             f"this EAGLE-3 draft has {', '.join(on)} switched on, which SGLang does not read: use "
-            "--reader vllm or speculators"
+            "--format vllm or speculators"
         )
     rest = {key: value for key, value in config.items() if key != _IDS}
     return {**rest, "eagle_config": {"use_aux_hidden_state": True, _IDS: target_layer_ids(config)}}
