@@ -15,7 +15,6 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PretrainedConfig
 
 from verl_opd.errors import ConfigError, HubUnreachable
 
@@ -68,18 +67,6 @@ def rope_settings(config: Mapping[str, Any], what: str) -> dict[str, Any]:
         )
     legacy = rope.pop("type", "default")
     return {"rope_theta": float(theta), "rope_type": rope.pop("rope_type", legacy), "extra": rope}
-
-
-def check_sizes(config: Mapping[str, Any], target: PretrainedConfig) -> None:
-    """ConfigError, with both numbers, for a draft of another hidden size or vocabulary than its
-    target's.
-    """
-    for key in ("hidden_size", "vocab_size"):
-        if config[key] != getattr(target, key):
-            raise ConfigError(
-                f"draft does not fit the target: {key} is {config[key]} in the draft and "
-                f"{getattr(target, key)} in the target"
-            )
 
 
 def read_weights(path: str) -> dict[str, Tensor]:

@@ -135,8 +135,8 @@ def serve_command(
 
 
 def serve_line(checkpoint: Path, out: Path, format: str = "vllm") -> str:
-    """The command that serves `out`, exported from `checkpoint` in `format`, with its target and all
-    proposals of its block.
+    """The command that serves `out`, exported from `checkpoint` in `format`, with its target and
+    all proposals of its block.
     """
     identity = CheckpointStore.read_state(find_checkpoint(checkpoint))["identity"]
     family, tokens = get_family(identity["family"]), identity["num_speculative_tokens"]

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from verl_opd.config.schema import DraftConfig
-from verl_opd.drafts import files, formats
+from verl_opd.drafts import checks, files, formats
 from verl_opd.drafts.formats import Use
 from verl_opd.errors import ConfigError
 from verl_opd.targets.layers import default_layer_ids, from_vllm_aux_ids, to_vllm_aux_ids
@@ -116,7 +116,8 @@ def layer_attention(config: Mapping[str, Any]) -> list[LayerAttention]:
         if sliding and window is None:
             raise ConfigError(
                 f"layer {index} of the draft has sliding attention, but its config.json names no "
-                "window: set dflash_config.swa_window_size (a top-level sliding_window counts only with use_sliding_window=true)"
+                "window: set dflash_config.swa_window_size (a top-level sliding_window "
+                "counts only with use_sliding_window=true)"
             )
         causal = types[index] == _SLIDING if explicit is None else bool(explicit)
         resolved.append((int(window) if sliding and window is not None else None, causal))
@@ -155,20 +156,14 @@ def check(
 
 
 def _check_complete(config: Mapping[str, Any]) -> None:
-    """Every number the network needs must be written down: engines fill gaps with Qwen3's defaults
-    (head_dim 128, 32 KV heads).
-    """
     absent = [name for name in _REQUIRED if config.get(name) is None]
     absent += [name for name in ("block_size", "mask_token_id") if dflash_key(config, name) is None]
     absent += [] if target_layer_ids(config) else ["dflash_config.target_layer_ids"]
-    if absent:
-        raise ConfigError(
-            f"the draft's config.json has no {', '.join(absent)}: is it a DFlash draft?"
-        )
+    checks.check_complete(absent, "a DFlash")
 
 
 def _check_target(config: Mapping[str, Any], target: PretrainedConfig) -> None:
-    files.check_sizes(config, target)
+    checks.check_sizes(config, target)
     count = target.num_hidden_layers
     if config.get("num_target_layers") not in (None, count):
         raise ConfigError(
@@ -208,23 +203,14 @@ def _check_block(block: int, num_speculative_tokens: int, allow_mismatch: bool) 
 
 
 def _check_supported(config: Mapping[str, Any]) -> None:
-    """ConfigError for variants that engines draft with and this replay does not reproduce; none is
-    approximated.
-    """
-    if "DFlashDraftModel" not in (config.get("architectures") or []):
-        raise ConfigError(
-            f"the draft's architectures={config.get('architectures')} is not supported; "
-            "DFlashDraftModel is"
-        )
+    checks.check_architecture(config, "DFlashDraftModel")
     rope = files.rope_settings(config, "draft")
     if rope["rope_type"] != "default":
         raise ConfigError(
             f"the draft's rope_type={rope['rope_type']!r} is not supported; only 'default' is"
         )
     ids = target_layer_ids(config)
-    changes: dict[
-        str, tuple[Any, tuple[Any, ...]]
-    ] = {  # key -> (value, values under which the network is the one replayed here)
+    values: dict[str, tuple[Any, tuple[Any, ...]]] = {
         **{key: (value, (None,)) for key, value in rope["extra"].items()},
         "partial_rotary_factor": (
             config.get("partial_rotary_factor", rope["extra"].get("partial_rotary_factor")),
@@ -248,12 +234,7 @@ def _check_supported(config: Mapping[str, Any]) -> None:
         ),
         "quantization_config": (config.get("quantization_config"), (None,)),
     }
-    found = [f"{name}={value!r}" for name, (value, same) in changes.items() if value not in same]
-    if found:
-        raise ConfigError(
-            f"this DFlash draft has {', '.join(found)}, which training does not support: it would "
-            "not replay what the engine drafts"
-        )
+    checks.check_replayed(values, "DFlash")
 
 
 def with_block(config: Mapping[str, Any], size: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from verl_opd.config.schema import DraftConfig
-from verl_opd.drafts import formats
+from verl_opd.drafts import checks, formats
 from verl_opd.drafts.dflash import config as dflash_config
 from verl_opd.drafts.formats import Use
 from verl_opd.errors import ConfigError
@@ -50,32 +50,20 @@ def derive_config(
 
 def check(config: Mapping[str, Any], target: PretrainedConfig, num_speculative_tokens: int) -> None:
     """See DraftFamily.check."""
-    if ARCHITECTURE not in (config.get("architectures") or []):
-        raise ConfigError(
-            f"the draft's architectures={config.get('architectures')} is not supported; "
-            f"{ARCHITECTURE} is"
-        )
+    checks.check_architecture(config, ARCHITECTURE)
     absent = [
         name
         for name in ("markov_rank", "block_size", "mask_token_id", "target_layer_ids")
         if not config.get(name)
     ]
-    if absent:
-        raise ConfigError(
-            f"the draft's config.json has no {', '.join(absent)}: is it a DSpark draft?"
-        )
-    changes: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    checks.check_complete(absent, "a DSpark")
+    values: dict[str, tuple[Any, tuple[Any, ...]]] = {
         "markov_head_type": (config.get("markov_head_type"), (None, "vanilla")),
         "sample_from_anchor": (config.get("sample_from_anchor"), (None, True)),
         "dspark_draft_topk": (config.get("dspark_draft_topk"), (None,)),
         "dspark_bonus_anchor": (config.get("dspark_bonus_anchor"), (None, False)),
     }
-    wrong = [f"{name}={value!r}" for name, (value, same) in changes.items() if value not in same]
-    if wrong:
-        raise ConfigError(
-            f"this DSpark draft has {', '.join(wrong)}, which training does not support: it would "
-            "not replay what the engine drafts"
-        )
+    checks.check_replayed(values, "DSpark")
     block = int(config["block_size"])
     if num_speculative_tokens > block:
         raise ConfigError(

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from verl_opd.config.schema import DraftConfig
-from verl_opd.drafts import files, formats
+from verl_opd.drafts import checks, files, formats
 from verl_opd.drafts.formats import Use
 from verl_opd.errors import ConfigError
 from verl_opd.targets.layers import (
@@ -112,12 +112,9 @@ def draft_vocab_size(config: Mapping[str, Any]) -> int:
 def check(config: Mapping[str, Any], target: PretrainedConfig) -> None:
     """See DraftFamily.check."""
     absent = [name for name in _REQUIRED if config.get(name) is None]
-    if absent:
-        raise ConfigError(
-            f"the draft's config.json has no {', '.join(absent)}: is it an EAGLE-3 draft?"
-        )
+    checks.check_complete(absent, "an EAGLE-3")
     _check_supported(config)
-    files.check_sizes(config, target)
+    checks.check_sizes(config, target)
     size = config.get("draft_vocab_size")
     if size is not None and not (isinstance(size, int) and 0 < size <= config["vocab_size"]):
         raise ConfigError(
@@ -134,19 +131,10 @@ def check(config: Mapping[str, Any], target: PretrainedConfig) -> None:
 
 
 def _check_supported(config: Mapping[str, Any]) -> None:
-    """ConfigError for variants that engines draft with and this replay does not reproduce; none is
-    approximated.
-    """
-    if ARCHITECTURE not in (config.get("architectures") or []):
-        raise ConfigError(
-            f"the draft's architectures={config.get('architectures')} is not supported; "
-            f"{ARCHITECTURE} is"
-        )
+    checks.check_architecture(config, ARCHITECTURE)
     found = files.rope_settings(config, "draft")
     eagle = config.get("eagle_config") or {}
-    changes: dict[
-        str, tuple[Any, tuple[Any, ...]]
-    ] = {  # key -> (value, values under which the network is the one replayed here)
+    values: dict[str, tuple[Any, tuple[Any, ...]]] = {
         **{key: (value, (None,)) for key, value in found["extra"].items()},
         "rope_type": (found["rope_type"], ("default",)),
         "num_hidden_layers": (config["num_hidden_layers"], (1,)),
@@ -163,12 +151,7 @@ def _check_supported(config: Mapping[str, Any]) -> None:
         "parallel_drafting": (config.get("parallel_drafting"), (None, False)),
         "quantization_config": (config.get("quantization_config"), (None,)),
     }
-    wrong = [f"{name}={value!r}" for name, (value, same) in changes.items() if value not in same]
-    if wrong:
-        raise ConfigError(
-            f"this EAGLE-3 draft has {', '.join(wrong)}, which training does not support: it would "
-            "not replay what the engine drafts"
-        )
+    checks.check_replayed(values, "EAGLE-3")
 
 
 _SWITCHES = ("norm_before_residual", "fc_norm", "norm_output")
