@@ -34,7 +34,15 @@ def sample(name: str = "a") -> RolloutSample:
 
 
 def result(tau: float = 1.5) -> BenchmarkResult:
-    return BenchmarkResult("b", tau, (0.5,), 4, 2.0, 0.0, 1)
+    return BenchmarkResult(
+        benchmark="b",
+        tau=tau,
+        by_position=(0.5,),
+        verify_steps=4,
+        response_length=2.0,
+        truncated_share=0.0,
+        samples=1,
+    )
 
 
 EMPTY = BlockPlan(

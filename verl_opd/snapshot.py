@@ -5,10 +5,15 @@ arrived.
 from __future__ import annotations
 
 import hashlib
+import secrets
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+
+from verl_opd.process import clean_up_after
 
 
 def checksum(tensors: Mapping[str, torch.Tensor]) -> str:
@@ -25,9 +30,27 @@ def checksum(tensors: Mapping[str, torch.Tensor]) -> str:
 
 @dataclass(frozen=True)
 class DraftSnapshot:
-    """The draft after one optimiser step, in a file that engines load."""
+    """The draft at one version, in a file that engines load."""
 
     version: int  # optimiser steps taken; 0 = initial weights
     path: str  # safetensors file: bf16 tensors under public checkpoint names
     shapes: dict[str, tuple[int, ...]]  # name -> shape of every tensor in the file
     checksum: str  # `checksum` of the tensors in the file
+
+
+class SnapshotWriter:
+    """The file through which trainer and engines exchange the draft: shared memory when all of them
+    run on this node and it has room for two drafts (containers often have 64 MB), else the run
+    directory, which all nodes share.
+    """
+
+    def __init__(self, run_dir: Path, one_node: bool, draft_bytes: int) -> None:
+        shared = Path("/dev/shm")
+        roomy = shared.is_dir() and shutil.disk_usage(shared).free > 2 * draft_bytes
+        parent = shared if one_node and roomy else run_dir
+        self.path = parent / f".verl-opd-draft-{secrets.token_hex(8)}.safetensors"
+        clean_up_after([self.path])
+
+    def clear(self) -> None:
+        """Remove the file: it is not needed once a push is proven."""
+        self.path.unlink(missing_ok=True)

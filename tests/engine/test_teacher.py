@@ -114,7 +114,7 @@ def children() -> set[int]:
     ("injury", "reason"),
     [
         (signal.SIGSTOP, r"the engine hangs, no token for any request in rollout.stall_timeout=3"),
-        (signal.SIGKILL, "the engine core died|EngineDeadError"),
+        (signal.SIGKILL, "the engine core died|EngineCore encountered an issue"),
     ],
     ids=["hangs", "dies"],
 )

@@ -38,7 +38,6 @@ from verl_opd.config.schema import Config
 from verl_opd.controller import fleet as fleet_module
 from verl_opd.controller.benchmarks import Benchmarks
 from verl_opd.controller.checkpoints import Checkpoints
-from verl_opd.controller.job import draft_config_of
 from verl_opd.controller.loop import Loop
 from verl_opd.controller.position import Position
 from verl_opd.controller.progress import Progress
@@ -47,6 +46,7 @@ from verl_opd.controller.stages import Blocks, OnPolicy, Supervised
 from verl_opd.data.loader import Loader
 from verl_opd.data.prompts import Prompt
 from verl_opd.drafts import get_family
+from verl_opd.drafts.resolve import draft_config_of
 from verl_opd.errors import ConfigError
 from verl_opd.opd import trace as traces
 from verl_opd.opd.metrics import reduce_metrics

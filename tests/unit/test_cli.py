@@ -38,7 +38,7 @@ def _replace_module(monkeypatch: pytest.MonkeyPatch, name: str, **functions: Any
     ("verb", "module", "function"),
     [
         ("train", "verl_opd.controller.run", "train"),
-        ("eval", "verl_opd.controller.run", "evaluate"),
+        ("eval", "verl_opd.commands.eval", "run"),
         ("bench", "verl_opd.commands.bench", "run"),
     ],
 )

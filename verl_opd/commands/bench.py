@@ -20,11 +20,11 @@ from verl_opd.config.schema import Config
 from verl_opd.controller.benchmarks import GREEDY
 from verl_opd.controller.fleet import Fleet
 from verl_opd.controller.job import Job
-from verl_opd.controller.progress import SnapshotWriter
 from verl_opd.controller.run import opened, running
 from verl_opd.controller.trainers import Trainers
 from verl_opd.data.prompts import Prompt
 from verl_opd.report.rundir import write_atomic
+from verl_opd.snapshot import SnapshotWriter
 
 log = logging.getLogger(__name__)
 

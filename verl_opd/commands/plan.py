@@ -21,8 +21,8 @@ from verl_opd.commands.memory import (
 from verl_opd.config.load import to_yaml
 from verl_opd.config.schema import Config
 from verl_opd.config.teacher import teacher_models
-from verl_opd.controller.job import draft_config_of
 from verl_opd.devices import Device, actor_environment, resolve_device
+from verl_opd.drafts.resolve import draft_config_of
 from verl_opd.errors import ConfigError, HubUnreachable
 from verl_opd.report.console import Console
 

@@ -22,14 +22,14 @@ class To:
     # old value -> new text. A function returns None to keep the text and raises ValueError with
     # what the value must be. A dict lists all values there are. None keeps every text.
     value: Callable[[Any], str | None] | dict[str, str] | None = None
-    note: str = ""
+    note: str = ""  # what the table of docs/aliases.md adds
 
 
 @dataclass(frozen=True)
 class Drop:
     """Accepted without effect, because this package always works that way."""
 
-    why: str
+    why: str  # how this package works
     only: tuple[Any, ...] = ()  # accepted values, all others are unsupported; empty = every value
 
 
@@ -37,7 +37,7 @@ class Drop:
 class Unsupported:
     """Has no counterpart here."""
 
-    why: str
+    why: str  # what to do instead, or why there is none
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class With:
 
     news: tuple[str, ...]  # our keys
     resolve: Callable[[Given], dict[str, str]]  # every line given -> our keys with their texts
-    note: str
+    note: str  # what the table of docs/aliases.md adds
 
 
 AliasRow = To | Drop | Unsupported | With

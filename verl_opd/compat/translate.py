@@ -21,9 +21,9 @@ from verl_opd.errors import ConfigError
 class Translation:
     """What became of one line."""
 
-    old: str
+    old: str  # the line as it was given
     new: tuple[str, ...]  # the lines it turned into; empty = dropped
-    reason: str
+    reason: str  # why, as it is printed; empty for a plain rename
 
 
 def translate(overrides: list[str]) -> tuple[list[str], list[Translation]]:
@@ -57,7 +57,7 @@ def translate(overrides: list[str]) -> tuple[list[str], list[Translation]]:
     return translated, translations
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Line:
     """An override line."""
 
@@ -72,20 +72,20 @@ class _Line:
     def of(text: str) -> _Line:
         match = re.fullmatch(r"\+{0,2}([^+~=][^=]*)=(.*)", text, re.DOTALL)
         if not match:
-            return _Line(text)
+            return _Line(text=text)
         key, raw = match[1], match[2]
         row, tail = _find(key)
         if row is None and not is_known(key):
-            return _Line(text)
+            return _Line(text=text)
         value = parsed(key, raw)
         if value is UNREADABLE and isinstance(row, To) and row.new.endswith("*") and _is_json(raw):
             raw = quoted(raw)
             value = parsed(key, raw)
-        line = _Line(text, key, raw, value, row, tail)
+        line = _Line(text=text, key=key, raw=raw, value=value, row=row, tail=tail)
         unchanged = value is UNREADABLE or (
             isinstance(row, To) and row.new == key and _new_text(line, row) == raw
         )
-        return _Line(text, key, raw, value) if unchanged else line
+        return _Line(text=text, key=key, raw=raw, value=value) if unchanged else line
 
 
 def _is_json(raw: str) -> bool:
@@ -149,7 +149,7 @@ def _check_agreement(counting: Mapping[str, _Line], news: Mapping[str, Mapping[s
     claims = {key: line for key, line in counting.items() if line.row is None}
     for old, new in news.items():
         for key, raw in new.items():
-            line = _Line(counting[old].text, key, raw, parsed(key, raw))
+            line = _Line(text=counting[old].text, key=key, raw=raw, value=parsed(key, raw))
             other = claims.setdefault(key, line)
             if line.value != other.value:
                 raise ConfigError(

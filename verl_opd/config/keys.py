@@ -21,10 +21,10 @@ RENAMED = {"warmup": "sft", "training": "compute", "trainer.warmup_steps": "sft.
 class _Tables:
     """The schema, flattened to dotted keys."""
 
-    values: set[str] = field(default_factory=set)
-    sections: set[str] = field(default_factory=set)
+    values: set[str] = field(default_factory=set)  # keys that hold a value
+    sections: set[str] = field(default_factory=set)  # keys that hold a dataclass of the schema
     free_form: set[str] = field(default_factory=set)  # sections that are dicts
-    rules: dict[str, Rule] = field(default_factory=dict)
+    rules: dict[str, Rule] = field(default_factory=dict)  # key -> what its value may be
 
 
 @cache

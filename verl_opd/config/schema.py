@@ -57,7 +57,7 @@ class TargetConfig:
     path: str = MISSING  # HF directory (or hub id where a hub is reachable)
     # of the trainer's copy and the engine's; drafts travel in bfloat16, float16 would round them
     dtype: str = option("bfloat16", choices=_DTYPES)
-    trust_remote_code: bool = False
+    trust_remote_code: bool = False  # run Python code that the model directory brings
 
 
 @dataclass
@@ -81,7 +81,7 @@ class DraftConfig:
     num_target_features: int = option(5, at_least=1)
     intermediate_size: int | None = option(None, at_least=1)  # null = the target's
     confidence_head: bool = False  # dspark: also learn how likely each proposal is to be accepted
-    init_std: float = option(0.02, above=0)
+    init_std: float = option(0.02, above=0)  # standard deviation of random weights
     allow_block_size_mismatch: bool = False  # opt in to B != K+1
 
 
@@ -89,9 +89,9 @@ class DraftConfig:
 class DataConfig:
     """Prompts. JSONL rows hold `prompt` (chat messages) and optionally `data_source`."""
 
-    train_files: list[str] = option(MISSING, check=_some_files)
+    train_files: list[str] = option(MISSING, check=_some_files)  # JSONL files of prompts
     val_files: dict[str, str] = field(default_factory=dict)  # benchmark name -> file
-    prompt_key: str = "prompt"
+    prompt_key: str = "prompt"  # field of a row that holds its messages
     # prompts per rollout step, over all student workers
     train_batch_size: int = option(16, at_least=1)
     # tokens after the chat template; longer prompts are dropped and counted
@@ -100,8 +100,9 @@ class DataConfig:
     # first N training rows over all files, before filters
     max_samples: int | None = option(None, at_least=1)
     val_max_samples: int | None = option(None, at_least=1)  # first N rows of each benchmark
-    shuffle: bool = True
-    seed: int = option(42, at_least=0)
+    shuffle: bool = True  # a new order in every epoch; false = the order of the files
+    seed: int = option(42, at_least=0)  # of that order
+    # arguments of the chat template, such as enable_thinking
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
@@ -111,7 +112,7 @@ class AgentConfig:
 
     # null = one per student worker; must divide data.train_batch_size
     num_workers: int | None = option(None, at_least=1)
-    loop: str = option("single_turn", choices=("single_turn",))
+    loop: str = option("single_turn", choices=("single_turn",))  # how a prompt becomes a sample
     max_concurrency: int = option(256, at_least=1)  # samples in flight per worker
 
 
@@ -120,14 +121,15 @@ class RolloutConfig:
     """The engine that rolls target and draft out together."""
 
     num_speculative_tokens: int = option(7, at_least=1)  # K
-    temperature: float = option(0.0, at_least=0)
-    top_p: float = option(1.0, above=0, at_most=1)
-    top_k: int = option(-1, at_least=1, off=-1)
+    temperature: float = option(0.0, at_least=0)  # 0 = greedy
+    top_p: float = option(1.0, above=0, at_most=1)  # 1 = off
+    top_k: int = option(-1, at_least=1, off=-1)  # -1 = off
     max_num_seqs: int = option(32, at_least=1)  # per replica
     # null = max_prompt_length + max_response_length + 2K, so that no proposal is cut
     max_model_len: int | None = option(None, at_least=1)
+    # share of a device's memory that an engine takes
     gpu_memory_utilization: float = option(0.4, above=0, at_most=1)
-    enforce_eager: bool = True
+    enforce_eager: bool = True  # no captured graphs
     kv_cache_gb: int | None = option(None, above=0)  # CPU only: KV cache size per replica
     engine_kwargs: dict[str, Any] = field(default_factory=dict)  # any vLLM engine argument
     start_timeout: float = option(600.0, above=0)  # seconds until an engine must be ready
@@ -135,7 +137,7 @@ class RolloutConfig:
     # seconds without a new token in any request after which an engine counts as hanging and is
     # replaced
     stall_timeout: float = option(300.0, above=0)
-    agent: AgentConfig = field(default_factory=AgentConfig)
+    agent: AgentConfig = field(default_factory=AgentConfig)  # the agent loops
 
 
 @dataclass
@@ -203,6 +205,7 @@ class TeacherConfig:
     replicas: int = option(1, at_least=1)  # servers per model, a device each
     top_k: int = option(32, at_least=1)  # tokens per position for opd.response_loss=forward_kl_topk
     max_num_seqs: int = option(64, at_least=1)  # per server
+    # share of a device's memory that a server takes
     gpu_memory_utilization: float = option(0.5, above=0, at_most=1)
     kv_cache_gb: int | None = option(None, above=0)  # CPU only
     engine_kwargs: dict[str, Any] = field(default_factory=dict)  # any vLLM engine argument
@@ -217,11 +220,11 @@ class SftConfig:
     steps: int = option(0, at_least=0)  # supervised steps before OPD starts
     # JSONL conversations to learn from; empty = text that the target writes meanwhile
     files: list[str] = field(default_factory=list)
-    messages_key: str = "messages"
+    messages_key: str = "messages"  # field of a conversation row that holds its messages
     # optimiser steps of a supervised step; target text: drawn from all that was rolled out so far
     updates_per_step: int = option(1, at_least=1)
-    samples_per_update: int = option(8, at_least=1)
-    anchors_per_sample: int = option(16, at_least=1)
+    samples_per_update: int = option(8, at_least=1)  # sequences per optimiser step
+    anchors_per_sample: int = option(16, at_least=1)  # blocks per sequence, at random anchors
     # as opd.response_loss, except what needs a teacher server
     loss: str = option(
         "cross_entropy", choices=tuple(name for name in RESPONSE_LOSSES if name != TOP_K_LOSS)
@@ -234,12 +237,14 @@ class SftConfig:
 class OptimConfig:
     """AdamW with a cosine schedule and linear warm-up; one schedule per stage (sft, opd)."""
 
-    lr: float = option(3e-4, above=0)
+    lr: float = option(3e-4, above=0)  # highest learning rate
+    # last learning rate of the schedule, as a share of lr
     min_lr_ratio: float = option(0.0, at_least=0, at_most=1)
+    # share of the schedule in which the rate rises from 0
     lr_warmup_ratio: float = option(0.05, at_least=0, at_most=1)
-    betas: tuple[float, float] = option((0.9, 0.95), check=_two_momenta)
-    weight_decay: float = option(0.0, at_least=0)
-    grad_clip: float = option(1.0, above=0)
+    betas: tuple[float, float] = option((0.9, 0.95), check=_two_momenta)  # of AdamW
+    weight_decay: float = option(0.0, at_least=0)  # of matrices; norms and biases are not decayed
+    grad_clip: float = option(1.0, above=0)  # largest norm of the gradient
 
 
 @dataclass
@@ -251,7 +256,8 @@ class ComputeConfig:
     # padded context tokens + draft slots
     max_tokens_per_micro_batch: int = option(4096, at_least=1)
     lm_head_chunk_size: int = option(512, at_least=1)  # rows
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool = False  # recompute the draft's layers in the backward pass
+    # implementation in the trainer's copy of the target
     attention: str = option("sdpa", choices=("sdpa", "eager"))
     # MiB per rank that keep target features of sequences that are trained on again
     feature_cache_mb: int = 0
@@ -263,14 +269,19 @@ class ComputeConfig:
 class TrainerConfig:
     """The loop: how long, how often, where to."""
 
+    # everything that a run writes; a path or a relative one
     run_dir: str = "runs/${trainer.project_name}/${trainer.experiment_name}"
+    # folder below runs/, and project of wandb
     project_name: str = option("verl-opd", check=_folder_name)
+    # folder below the project, and name of the run in wandb
     experiment_name: str = option("default", check=_folder_name)
+    # auto = the accelerator of this machine, else cpu
     device: str = option("auto", choices=("auto", *DEVICES))
     n_student_workers: int = option(1, at_least=1)  # FSDP ranks = engine replicas
-    nnodes: int = option(1, at_least=1)
+    nnodes: int = option(1, at_least=1)  # nodes that the student workers are spread over
     # OPD rollout steps; null = total_epochs over the data
     total_training_steps: int | None = option(None, at_least=0)
+    # passes over the prompts, without total_training_steps
     total_epochs: int = option(1, at_least=1)
     update_accumulation_steps: int = option(1, at_least=1)  # rollout steps per optimiser step
     # optimiser steps a rollout batch is split into (mini-batches)
@@ -279,20 +290,22 @@ class TrainerConfig:
     update_epochs: int = option(1, at_least=1)
     # validate every N OPD steps; -1 = only before training and after each stage
     test_freq: int = option(-1, at_least=1, off=-1)
-    val_before_train: bool = True
+    val_before_train: bool = True  # measure the benchmarks before the first step
     # checkpoint every N steps; -1 = only after the sft stage, validations and at the end
     save_freq: int = option(50, at_least=1, off=-1)
-    keep_last: int = option(2, at_least=1)
+    keep_last: int = option(2, at_least=1)  # newest checkpoints that are kept, besides the best
     # lost processes that are replaced: engines and agent loops in place, trainer ranks from the
     # last checkpoint
     max_restarts: int = option(3, at_least=0)
+    # auto = from the newest checkpoint of this run, where there is one
     resume_mode: str = option("auto", choices=("auto", "disable", "path"))
-    resume_from_path: str | None = None
+    resume_from_path: str | None = None  # checkpoint directory for resume_mode=path
+    # where metrics go; metrics.jsonl is always written
     logger: list[str] = option(
         factory=lambda: ["console", "jsonl", "tensorboard"],
         choices=("console", "jsonl", "tensorboard", "wandb"),
     )
-    seed: int = option(42, at_least=0)
+    seed: int = option(42, at_least=0)  # of random weights, sampling and anchors
 
 
 @dataclass
@@ -301,8 +314,10 @@ class RayConfig:
     local one is started.
     """
 
-    address: str | None = None
+    address: str | None = None  # cluster to join; null = RAY_ADDRESS, else a local one
+    # of a local cluster; null = the cores of this machine
     num_cpus: int | None = option(None, at_least=1)
+    # as in ray.init, such as env_vars for all actors
     runtime_env: dict[str, Any] = field(default_factory=dict)
 
 

@@ -14,13 +14,13 @@ import ray
 
 from verl_opd.config.schema import Config
 from verl_opd.controller.faults import Restarts, failure, first_line
-from verl_opd.controller.phases import Phase, PhaseMachine
 from verl_opd.controller.placement import Placement, driver_options
 from verl_opd.data.prompts import Prompt
 from verl_opd.engines.settings import EngineSettings
 from verl_opd.errors import RolloutError, WeightSyncError, WorkerDied
 from verl_opd.opd.trace import RolloutSample
 from verl_opd.rollout.agent_loop import AgentLoopWorkerActor, SampleFailure
+from verl_opd.rollout.phases import Phase, PhaseMachine
 from verl_opd.rollout.router import RouterActor
 from verl_opd.rollout.server import RolloutServerActor
 from verl_opd.rollout.sync import SyncReport, push_draft

@@ -25,7 +25,7 @@ from verl_opd.data.prompts import DataReport, Prompt, load_prompts
 from verl_opd.devices import Device, check_isolation, resolve_device
 from verl_opd.drafts import get_family
 from verl_opd.drafts.base import Vocabulary
-from verl_opd.drafts.files import local_directory
+from verl_opd.drafts.resolve import draft_config_of
 from verl_opd.errors import ConfigError
 from verl_opd.opd.trace import RolloutSample
 from verl_opd.snapshot import checksum
@@ -43,7 +43,7 @@ class Job:
     cfg: Config
     device: Device
     draft_config: dict[str, Any]  # config.json of the draft
-    train: list[Prompt]
+    train: list[Prompt]  # prompts to roll out
     train_report: DataReport  # how the rows of data.train_files became `train`
     benchmarks: dict[str, list[Prompt]]  # held-out prompts by name
     # reads what supervised steps learn from; None = text that the target writes
@@ -210,22 +210,6 @@ def _conversations(
             template_kwargs=data.apply_chat_template_kwargs,
         )
     )
-
-
-def draft_config_of(cfg: Config, target: PretrainedConfig, weights: bool = True) -> dict[str, Any]:
-    """config.json of the draft that `cfg` describes, checked against `target`; a hub id in
-    draft.path becomes a local directory, with or without its weights.
-    """
-    family, tokens = get_family(cfg.draft.family), cfg.rollout.num_speculative_tokens
-    if cfg.draft.path is not None:
-        cfg.draft.path = local_directory(cfg.draft.path, weights)
-        config = family.load_config(cfg.draft.path, target)
-        if cfg.draft.block_size is not None:
-            config = family.with_block(config, cfg.draft.block_size)
-    else:
-        config = family.derive_config(target, cfg.draft, tokens)
-    family.check(config, target, tokens, cfg.draft.allow_block_size_mismatch)
-    return config
 
 
 def load_reward(name: str) -> Reward:

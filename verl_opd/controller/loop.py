@@ -10,7 +10,6 @@ from functools import partial
 
 from verl_opd.config.schema import TrainerConfig
 from verl_opd.controller.checkpoints import Checkpoints
-from verl_opd.controller.faults import Stopped
 from verl_opd.controller.progress import Progress
 from verl_opd.controller.rollouts import Rollouts
 from verl_opd.controller.stages import Collected, Stage, Update
@@ -21,6 +20,7 @@ from verl_opd.opd.plan import plan_counts
 from verl_opd.report.acceptance import mean_tau
 from verl_opd.report.console import StageBar
 from verl_opd.report.step_report import FinishedStep, StepReporter
+from verl_opd.signals import Stopped
 
 
 def due(every: int, step: int, steps: int) -> bool:

@@ -33,7 +33,7 @@ class Slot:
 
     index: int  # of its bundle in the placement group
     node_id: str  # Ray's id of the node
-    node_ip: str
+    node_ip: str  # address of the node
     cores: tuple[int, ...]  # its share of that machine's cores
 
 

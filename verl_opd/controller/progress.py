@@ -4,16 +4,12 @@ drafts are handed over.
 
 from __future__ import annotations
 
-import secrets
-import shutil
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from verl_opd.opd.trace import RolloutSample, VerifyTrace
-from verl_opd.process import clean_up_after
 from verl_opd.report.acceptance import BenchmarkResult, results_by_stage
 from verl_opd.rollout.sync import SyncReport
 
@@ -86,21 +82,3 @@ class Progress:
             results=results_by_stage(state["results"]),
             pool=pool,
         )
-
-
-class SnapshotWriter:
-    """The file through which trainer and engines exchange the draft: shared memory when all of them
-    run on this node and it has room for two drafts (containers often have 64 MB), else the run
-    directory, which all nodes share.
-    """
-
-    def __init__(self, run_dir: Path, one_node: bool, draft_bytes: int) -> None:
-        shared = Path("/dev/shm")
-        roomy = shared.is_dir() and shutil.disk_usage(shared).free > 2 * draft_bytes
-        parent = shared if one_node and roomy else run_dir
-        self.path = parent / f".verl-opd-draft-{secrets.token_hex(8)}.safetensors"
-        clean_up_after([self.path])
-
-    def clear(self) -> None:
-        """Remove the file: it is not needed once a push is proven."""
-        self.path.unlink(missing_ok=True)

@@ -11,13 +11,12 @@ from verl_opd.config.schema import Config
 from verl_opd.controller.benchmarks import Benchmarks
 from verl_opd.controller.fleet import Fleet
 from verl_opd.controller.position import Position
-from verl_opd.controller.progress import SnapshotWriter
 from verl_opd.controller.trainers import Trainers
 from verl_opd.errors import RolloutError
 from verl_opd.opd.trace import RolloutSample, is_finite
 from verl_opd.report.acceptance import BenchmarkResult
 from verl_opd.report.timing import Stopwatch
-from verl_opd.snapshot import DraftSnapshot
+from verl_opd.snapshot import DraftSnapshot, SnapshotWriter
 
 log = logging.getLogger(__name__)
 

@@ -16,13 +16,13 @@ from verl_opd.config.load import to_yaml
 from verl_opd.config.schema import Config
 from verl_opd.controller.benchmarks import Benchmarks
 from verl_opd.controller.checkpoints import Checkpoints
-from verl_opd.controller.faults import Restarts, Stopped, StopSignal, asked_to_stop
+from verl_opd.controller.faults import Restarts
 from verl_opd.controller.fleet import Fleet
 from verl_opd.controller.job import Job, prepare
 from verl_opd.controller.loop import Loop
 from verl_opd.controller.placement import Placement, place
 from verl_opd.controller.position import Position, opd_steps, position_at
-from verl_opd.controller.progress import OPD, SFT, SnapshotWriter
+from verl_opd.controller.progress import OPD, SFT
 from verl_opd.controller.rollouts import Rollouts
 from verl_opd.controller.settings import engine_settings, teacher_settings
 from verl_opd.controller.stages import Blocks, OnPolicy, Supervised
@@ -37,6 +37,8 @@ from verl_opd.report.step_report import StepReporter
 from verl_opd.report.summary import Outcome, print_summary, write_summary
 from verl_opd.report.timing import Stopwatch
 from verl_opd.report.trackers import Trackers
+from verl_opd.signals import Stopped, StopSignal, asked_to_stop
+from verl_opd.snapshot import SnapshotWriter
 from verl_opd.training.checkpoint import CheckpointStore, resolve_resume
 from verl_opd.training.export import serve_command
 

@@ -54,10 +54,10 @@ class Collected:
 class Update:
     """One optimiser step."""
 
-    samples: Sequence[RolloutSample]
+    samples: Sequence[RolloutSample]  # what it learns from
     items: Sequence[TrainItem]  # one a sample, same order
     loss: LossSpec
-    lr: float
+    lr: float  # learning rate
     # given the measurements of the update, which then replays what the engine drafted; raises when
     # they do not agree
     check: Callable[[Sequence[StepMetrics]], None] | None = None
@@ -110,8 +110,9 @@ class Supervised:
     blocks: Blocks
     rollouts: Rollouts
     position: Position
-    steps: int
-    name: str = field(default=SFT, init=False)
+    steps: int  # planned
+    name: str = field(default=SFT, init=False)  # of the stage
+    # whether its samples show what the draft met
     on_policy: bool = field(default=False, init=False)
 
     def collect(self, step: int, tick: Callable[[], None]) -> Collected:
@@ -169,11 +170,11 @@ class OnPolicy:
     rollouts: Rollouts
     trainers: Trainers  # score samples for the policy gradient
     position: Position
-    steps: int
+    steps: int  # planned rollout steps
     reward: Reward | None
     diagnostics: dict[str, object]  # reported when the replay check fails
-    name: str = field(default=OPD, init=False)
-    on_policy: bool = field(default=True, init=False)
+    name: str = field(default=OPD, init=False)  # of the stage
+    on_policy: bool = field(default=True, init=False)  # whether its samples show what the draft met
 
     def collect(self, step: int, tick: Callable[[], None]) -> Collected:
         """Rollouts up to the next multiple of trainer.update_accumulation_steps, or to the end."""

@@ -47,10 +47,10 @@ class EngineSettings:
     dtype: str  # of weights and activations, as vLLM names it
     max_model_len: int  # tokens of prompt and response
     max_num_seqs: int  # requests computed at once
-    trust_remote_code: bool = False
+    trust_remote_code: bool = False  # run Python code that the model directory brings
     gpu_memory_utilization: float = 0.4  # share of an accelerator's memory
     enforce_eager: bool = True  # False = captured graphs
-    seed: int = 0
+    seed: int = 0  # of sampling
     stall_timeout: float = 300.0  # seconds without progress after which the engine hangs
     engine_kwargs: dict[str, Any] = field(default_factory=dict)  # vLLM arguments that come last
     host: Host = field(default_factory=Host)

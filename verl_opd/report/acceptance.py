@@ -17,7 +17,7 @@ class Acceptance:
     """Additive acceptance counts of traces, without prefill tokens and draft-free steps."""
 
     committed: int = 0  # tokens, the bonus token counted
-    verify_steps: int = 0
+    verify_steps: int = 0  # steps in which the target verified a block
     drafted: int = 0  # proposed tokens
     by_position: tuple[int, ...] = ()  # [k-1]: verify steps that accepted proposal k
 
@@ -87,17 +87,17 @@ def _add_sample(metrics: StepMetrics, sample: RolloutSample, max_response_length
     metrics.add_mean("opd/rollout/empty_reject_ratio", length > 0 and boundaries == 0, 1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BenchmarkResult:
     """One benchmark rolled out greedily with one draft version."""
 
     benchmark: str  # its name in data.val_files
     tau: float | None  # accept length, bonus token counted; None without a verify step
     by_position: tuple[float, ...]  # [k-1]: share of verify steps that accepted proposal k
-    verify_steps: int
+    verify_steps: int  # steps in which the target verified a block
     response_length: float  # mean, in tokens
     truncated_share: float  # share of responses that ran to the length limit
-    samples: int
+    samples: int  # prompts rolled out
 
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> BenchmarkResult:

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 class SampleFailure:
     """A prompt without a sample."""
 
-    sample_id: str
+    sample_id: str  # of the prompt
     reason: str  # type and text of the error
 
 

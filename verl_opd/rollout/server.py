@@ -28,7 +28,7 @@ from verl_opd.targets.layers import to_vllm_aux_ids
 class GenerateResult:
     """One response."""
 
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]  # of the response
     finish_reason: str  # stop | length | abort
     extra_fields: dict[str, Any]  # its verify trace in wire form, the `dflash_*` fields
 

@@ -311,9 +311,9 @@ def test_the_command_prints_the_table_once(
         f"data.train_files=[{tmp_path}/t.jsonl]",
     ]
     calls: list[Any] = []
-    for name in ("controller.run", "commands.bench", "commands.doctor"):
+    for name in ("controller.run", "commands.eval", "commands.bench", "commands.doctor"):
         monkeypatch.setitem(sys.modules, f"verl_opd.{name}", module := types.ModuleType(name))
-        for function in ("train", "evaluate", "run", "report"):
+        for function in ("train", "run", "print_diagnosis"):
             setattr(module, function, lambda cfg, *_: calls.append(cfg) or True)
     for verb in (["train"], ["eval"], ["bench"], ["doctor"], ["train", "--cfg", "job"]):
         assert main([verb[0], "quickstart", *old, *verb[1:]]) == 0

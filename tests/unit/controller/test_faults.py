@@ -7,9 +7,10 @@ import signal
 
 import pytest
 
-from verl_opd.controller.faults import Restarts, Stopped, StopSignal, asked_to_stop, first_line
+from verl_opd.controller.faults import Restarts, first_line
 from verl_opd.controller.run import continuing
 from verl_opd.errors import RestartsExhausted
+from verl_opd.signals import Stopped, StopSignal, asked_to_stop
 
 
 def test_every_restart_is_logged_and_the_last_one_ends_the_run(caplog: pytest.LogCaptureFixture):

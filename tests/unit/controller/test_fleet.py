@@ -15,11 +15,11 @@ from tests.rollouts import worked_sample
 from verl_opd.config.schema import Config
 from verl_opd.controller.faults import Restarts
 from verl_opd.controller.fleet import Fleet
-from verl_opd.controller.phases import PhaseMachine
 from verl_opd.data.prompts import Prompt
 from verl_opd.errors import RestartsExhausted, RolloutError, WeightSyncError, WorkerDied
 from verl_opd.opd.trace import RolloutSample, TeacherScores, VerifyStep, VerifyTrace, is_finite
 from verl_opd.rollout.agent_loop import SampleFailure
+from verl_opd.rollout.phases import PhaseMachine
 
 
 def sample(name: str, finish: str = "stop") -> RolloutSample:

@@ -20,13 +20,13 @@ from tests.fakes import (
     sample,
 )
 from verl_opd.config.schema import Config
-from verl_opd.controller.faults import Stopped
 from verl_opd.controller.loop import due
 from verl_opd.controller.progress import Progress
 from verl_opd.controller.stages import OnPolicy, Supervised
 from verl_opd.controller.updates import mini_batches
 from verl_opd.errors import ReplayError
 from verl_opd.opd.metrics import StepMetrics, reduce_metrics
+from verl_opd.signals import Stopped
 
 
 @pytest.mark.parametrize(

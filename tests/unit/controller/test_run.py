@@ -10,8 +10,9 @@ import pytest
 
 from verl_opd.config.schema import Config
 from verl_opd.controller import run
-from verl_opd.controller.faults import Restarts, Stopped
+from verl_opd.controller.faults import Restarts
 from verl_opd.errors import ConfigError, RestartsExhausted, RunError, WorkerDied
+from verl_opd.signals import Stopped
 
 FIRST = Path("given")
 

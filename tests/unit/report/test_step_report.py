@@ -17,7 +17,15 @@ from verl_opd.report.step_report import FinishedStep, StepReporter
 from verl_opd.report.timing import Stopwatch
 from verl_opd.report.trackers import Trackers
 
-RESULT = BenchmarkResult("b", 1.5, (0.5,), 4, 2.0, 0.0, 1)
+RESULT = BenchmarkResult(
+    benchmark="b",
+    tau=1.5,
+    by_position=(0.5,),
+    verify_steps=4,
+    response_length=2.0,
+    truncated_share=0.0,
+    samples=1,
+)
 
 
 def reporter(folder: Path) -> StepReporter:

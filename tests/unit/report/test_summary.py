@@ -16,7 +16,15 @@ from verl_opd.report.timing import Stopwatch
 
 
 def result(tau: float | None, name: str = "b") -> BenchmarkResult:
-    return BenchmarkResult(name, tau, (0.5,), 4, 2.0, 0.0, 1)
+    return BenchmarkResult(
+        benchmark=name,
+        tau=tau,
+        by_position=(0.5,),
+        verify_steps=4,
+        response_length=2.0,
+        truncated_share=0.0,
+        samples=1,
+    )
 
 
 @pytest.fixture

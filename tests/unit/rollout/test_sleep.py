@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from tests.unit.engines.test_settings import DRAFT
-from verl_opd.controller.phases import PhaseMachine
 from verl_opd.devices import DEVICES
 from verl_opd.engines.settings import EngineSettings, Host
 from verl_opd.errors import RolloutError
+from verl_opd.rollout.phases import PhaseMachine
 from verl_opd.rollout.server import RolloutServer
 
 

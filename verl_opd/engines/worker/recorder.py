@@ -36,7 +36,7 @@ class _Step:
 class _Request:
     """What is recorded of one request."""
 
-    steps: list[_Step] = field(default_factory=list)
+    steps: list[_Step] = field(default_factory=list)  # in the order of decoding
     touched: float = field(default_factory=lambda: time.monotonic())  # of its last step
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from verl_opd.controller.phases import Phase, PhaseMachine
+from verl_opd.rollout.phases import Phase, PhaseMachine
 
 ORDER = ["sleep", "wake_weights", "sync", "wake_kv_cache", "reset_prefix_cache"]
 
