@@ -18,15 +18,15 @@ from verl_opd.controller.trainers import Trainers
 from verl_opd.controller.updates import (
     Reward,
     mini_batches,
-    opd_loss_spec,
-    warmup_loss_spec,
+    opd_loss,
+    sft_loss,
     with_policy_terms,
 )
 from verl_opd.data.loader import Loader
 from verl_opd.data.prompts import Prompt
 from verl_opd.drafts import get_family
 from verl_opd.errors import CheckpointError, ConfigError, ReplayError, RolloutError
-from verl_opd.opd.losses import LossSpec, stream_totals
+from verl_opd.opd.losses import LossSettings, stream_totals
 from verl_opd.opd.metrics import StepMetrics, reduce_metrics
 from verl_opd.opd.plan import (
     BlockPlan,
@@ -191,11 +191,15 @@ class Loop:
         total = self.cfg.sft.steps * sft.updates_per_step
         lr = lr_at(update, total, self.cfg.optim, sft.lr)
         items = [self._item(sample, plan) for sample, plan in zip(samples, plans, strict=True)]
-        return self._update(samples, items, warmup_loss_spec(self.cfg), lr)
+        return self._update(samples, items, sft_loss(self.cfg), lr)
 
     def _item(self, sample: RolloutSample, plan: BlockPlan) -> TrainItem:
         return TrainItem(
-            sample.sample_id, sample.prompt_ids, sample.response_ids, plan, teacher=sample.teacher
+            sample_id=sample.sample_id,
+            prompt_ids=sample.prompt_ids,
+            response_ids=sample.response_ids,
+            plan=plan,
+            teacher=sample.teacher,
         )
 
     # -- on-policy steps ---------------------------------------------------------------------------
@@ -258,7 +262,7 @@ class Loop:
                 self._update(
                     [self.queue[i] for i in batch],
                     [items[i] for i in batch],
-                    opd_loss_spec(self.cfg),
+                    opd_loss(self.cfg),
                     lr,
                     check,
                 )
@@ -268,17 +272,11 @@ class Loop:
         return metrics
 
     def _opd_plan(self, sample: RolloutSample) -> BlockPlan:
-        opd = self.cfg.opd
         plan = plan_opd(
             sample,
+            self.cfg.opd,
             block_size=self.block_size,
-            convention=opd.convention,
-            response_span=opd.response_span,
-            response_anchor_stride=opd.response_anchor_stride,
-            max_response_anchors=opd.max_response_anchors,
-            random_anchor_seed=self.cfg.trainer.seed if opd.random_anchors else None,
-            rejected_first_only=opd.rejected_first_only,
-            max_rejected_tokens=opd.max_rejected_tokens,
+            seed=self.cfg.trainer.seed,
             autoregressive=get_family(self.cfg.draft.family).autoregressive,
         )
         return restrict_labels(plan, self.proposable)
@@ -335,7 +333,7 @@ class Loop:
         self,
         samples: Sequence[RolloutSample],
         items: Sequence[TrainItem],
-        spec: LossSpec,
+        settings: LossSettings,
         lr: float,
         check_replay: bool = False,
     ) -> list[StepMetrics]:
@@ -343,12 +341,12 @@ class Loop:
         split can change the result.
         """
         lengths = [len(sample.response_ids) for sample in samples]
-        totals = stream_totals([item.plan for item in items], lengths, spec)
+        totals = stream_totals([item.plan for item in items], lengths, settings.options)
         supervised = [
             item for item in items if item.plan.response_block or item.plan.rejected_block
         ]
         update = StepMetrics()
-        for part in self.trainers.update(supervised, totals, spec, lr, check_replay):
+        for part in self.trainers.update(supervised, totals, settings, lr, check_replay):
             update.merge(part)
         self.progress.version += 1
         # micro-batches and ranks add up to one update's loss; updates of a step average

@@ -1,5 +1,5 @@
-"""Draft files as other programs than vLLM's plain loader read them, and public files of theirs as
-this project reads them.
+"""File formats of drafts: what other programs than vLLM's plain loader expect, and their public
+files as this project reads them.
 
 vllm: config.json and names as every draft directory here has them. speculators: one config.json
 that names its target and its proposals, from which `vllm serve <draft>` starts both
@@ -20,12 +20,13 @@ _TYPE = "speculators_model_type"
 
 @dataclass(frozen=True)
 class Use:
-    """What a speculators file says about its use. target: HF path or hub id. architectures: the
-    target's.
-    """
+    """How a draft is used, as a speculators file records it."""
 
+    # HF path or hub id of the target
     target: str
+    # proposals of a verify step
     num_speculative_tokens: int
+    # of the target
     architectures: tuple[str, ...] = ()
 
 
@@ -70,7 +71,7 @@ def speculators_parts(
 
 
 def without_nulls(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` without keys of value null, which typed readers refuse."""
+    """`config` without keys of value null, which typed parsers reject."""
     return {
         key: without_nulls(value) if isinstance(value, Mapping) else value
         for key, value in config.items()

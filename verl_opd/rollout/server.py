@@ -21,7 +21,8 @@ from verl_opd.devices import DEVICES, actor_environment
 from verl_opd.engines.http import MAX_CONNECTIONS, KeyRequired
 from verl_opd.engines.watchdog import TokenProgress
 from verl_opd.errors import RolloutError
-from verl_opd.opd.trace import VerifyTrace, check_trace, to_extra_fields, trace_from_events
+from verl_opd.opd.trace import VerifyTrace, check_trace, trace_from_events
+from verl_opd.opd.wire import to_extra_fields
 from verl_opd.process import clean_up_after, redirect_output
 from verl_opd.snapshot import DraftSnapshot
 from verl_opd.targets.layers import vllm_aux_layer_id

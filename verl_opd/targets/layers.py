@@ -14,7 +14,27 @@ from verl_opd.errors import ConfigError
 
 
 def vllm_aux_layer_id(layer_id: int) -> int:
+    """vLLM's id of the aux hidden state that holds a layer's output."""
     return layer_id + 1
+
+
+def layer_id_of_vllm_aux(aux_layer_id: int) -> int:
+    """The layer whose output an aux hidden state of vLLM holds; -1 is the embedding.
+
+    >>> layer_id_of_vllm_aux(vllm_aux_layer_id(7))
+    7
+    """
+    return int(aux_layer_id) - 1
+
+
+def eagle3_layer_ids(num_layers: int) -> list[int]:
+    """Outputs of an early, the middle and a late layer: vLLM's aux states 2, L/2 and L-3
+    (get_eagle3_default_aux_hidden_state_layers).
+
+    >>> eagle3_layer_ids(36)
+    [1, 17, 32]
+    """
+    return [layer_id_of_vllm_aux(i) for i in (2, num_layers // 2, num_layers - 3)]
 
 
 def default_layer_ids(num_layers: int, count: int) -> list[int]:

@@ -21,14 +21,14 @@ from verl_opd.training.checkpoint import CheckpointStore, find_checkpoint
 
 
 def export_checkpoint(
-    checkpoint: Path, out: Path, force: bool = False, reader: str = "vllm"
+    checkpoint: Path, out: Path, force: bool = False, format: str = "vllm"
 ) -> Path:
     """Write the draft of `checkpoint` (or of a run directory: its best, else its latest) to `out`,
-    as `reader` (drafts/formats.py) reads it, whole or not at all.
+    in one of the file formats of drafts/formats.py, whole or not at all.
 
-    What will be handed over is read back first: every tensor of the draft's own network, by name,
-    shape and dtype, finite and unchanged. ConfigError when it is not that, when the reader does not
-    read this family, or when `out` exists and `force` is not set. The checkpoint is never changed.
+    What is exported is read back first: every tensor of the draft's own network, by name, shape and
+    dtype, finite and unchanged. ConfigError when it is not that, when the format has no place for
+    this family, or when `out` exists and `force` is not set. The checkpoint is never changed.
     """
     source = find_checkpoint(Path(checkpoint))
     if out.exists() and not force:
@@ -52,8 +52,8 @@ def export_checkpoint(
     use = Use(
         identity["target"], identity["num_speculative_tokens"], _architectures(identity["target"])
     )
-    config, rename = get_family(identity["family"]).for_reader(
-        files.read_config(str(draft)), reader, use
+    config, rename = get_family(identity["family"]).to_format(
+        files.read_config(str(draft)), format, use
     )
     config, tensors = (
         without_nulls(config),
@@ -136,15 +136,15 @@ def serve_command(
     return f"vllm serve {shlex.quote(target_path)} --speculative-config {shlex.quote(speculative)}"
 
 
-def serve_line(checkpoint: Path, draft: Path, reader: str = "vllm") -> str:
-    """The command that serves a draft exported from `checkpoint` for `reader`: with its target, and
+def serve_line(checkpoint: Path, draft: Path, format: str = "vllm") -> str:
+    """The command that serves a draft exported from `checkpoint` in `format`: with its target, and
     all proposals of its block.
     """
     identity = CheckpointStore.read_state(find_checkpoint(checkpoint))["identity"]
     family, tokens = get_family(identity["family"]), identity["num_speculative_tokens"]
-    if reader == "speculators":
+    if format == "speculators":
         return f"vllm serve {shlex.quote(str(draft))}"
-    if reader == "sglang":
+    if format == "sglang":
         chain = (
             f"--speculative-num-steps {tokens} --speculative-eagle-topk 1 "
             if family.autoregressive

@@ -117,7 +117,14 @@ def test_blocks_of_given_text_stay_within_a_turn() -> None:
     """
     mask = (True, True, True, False, False, True, True, False, True)
     sample = RolloutSample(
-        "0", "s", (1,), tuple(range(9)), VerifyTrace(9, ()), 0, "stop", supervised=mask
+        sample_id="0",
+        data_source="s",
+        prompt_ids=(1,),
+        response_ids=tuple(range(9)),
+        trace=VerifyTrace(9, ()),
+        draft_version=0,
+        finish_reason="stop",
+        supervised=mask,
     )
     plan = plan_warmup(sample, block_size=4, anchors_per_sample=99, rng=item_rng(0, 0, "x"))
     slots = [
@@ -127,9 +134,24 @@ def test_blocks_of_given_text_stay_within_a_turn() -> None:
     assert slots == [(0, 1), (0, 2), (1, 1), (5, 1)]
     assert plan.response_label == (1, 2, 2, 6)
     whole = RolloutSample(
-        "0", "s", (1,), tuple(range(9)), VerifyTrace(9, ()), 0, "stop", supervised=(True,) * 9
+        sample_id="0",
+        data_source="s",
+        prompt_ids=(1,),
+        response_ids=tuple(range(9)),
+        trace=VerifyTrace(9, ()),
+        draft_version=0,
+        finish_reason="stop",
+        supervised=(True,) * 9,
     )
-    fresh = RolloutSample("0", "s", (1,), tuple(range(9)), VerifyTrace(9, ()), 0, "stop")
+    fresh = RolloutSample(
+        sample_id="0",
+        data_source="s",
+        prompt_ids=(1,),
+        response_ids=tuple(range(9)),
+        trace=VerifyTrace(9, ()),
+        draft_version=0,
+        finish_reason="stop",
+    )
     plans = [
         plan_warmup(given, block_size=4, anchors_per_sample=3, rng=item_rng(0, 0, "x"))
         for given in (whole, fresh)

@@ -89,7 +89,7 @@ def network(family: str, config: dict[str, Any]) -> nn.Module:
     return draft
 
 
-def exported(tmp_path: Path, family: str, config: dict[str, Any], reader: str) -> tuple[Path, Path]:
+def exported(tmp_path: Path, family: str, config: dict[str, Any], format: str) -> tuple[Path, Path]:
     """(checkpoint, export) of a new draft."""
     store = CheckpointStore(tmp_path / "run", keep_last=1)
     get_family(family).save_pretrained(
@@ -105,7 +105,7 @@ def exported(tmp_path: Path, family: str, config: dict[str, Any], reader: str) -
             }
         },
     )
-    return checkpoint, export_checkpoint(checkpoint, tmp_path / reader, reader=reader)
+    return checkpoint, export_checkpoint(checkpoint, tmp_path / format, format=format)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -218,12 +218,12 @@ def test_sglang_gets_unshifted_layer_ids_and_names_that_all_its_releases_know(
         with pytest.raises(
             ConfigError, match=f"has {name} switched on, which SGLang does not read"
         ):
-            get_family("eagle3").for_reader({**config, name: True}, "sglang", Use("t", K))
+            get_family("eagle3").to_format({**config, name: True}, "sglang", Use("t", K))
     (tmp_path / "other").mkdir()
     _, same = exported(tmp_path / "other", *CASES["dflash"], "sglang")
     assert json.loads((same / "config.json").read_text()) == CASES["dflash"][1]
     with pytest.raises(ConfigError, match="SGLang does not draft with DSpark"):
-        get_family("dspark").for_reader(CASES["dspark"][1], "sglang", Use("t", K))
+        get_family("dspark").to_format(CASES["dspark"][1], "sglang", Use("t", K))
 
 
 def test_no_reader_gets_a_null(tmp_path: Path) -> None:

@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 
 from verl_opd.errors import ConfigError
-from verl_opd.targets.layers import default_layer_ids, vllm_aux_layer_id
+from verl_opd.targets.layers import (
+    default_layer_ids,
+    eagle3_layer_ids,
+    layer_id_of_vllm_aux,
+    vllm_aux_layer_id,
+)
 
 
 @pytest.mark.parametrize(
@@ -35,3 +40,18 @@ def test_more_features_than_layers_can_give(layers: int, count: int) -> None:
 
 def test_conventions() -> None:
     assert [vllm_aux_layer_id(i) for i in (0, 35)] == [1, 36]
+
+
+def test_aux_ids_of_vllm_lead_back_to_the_layers() -> None:
+    assert [layer_id_of_vllm_aux(i) for i in (1, 36)] == [0, 35]
+    assert layer_id_of_vllm_aux("3") == 2  # type: ignore[arg-type] # as some config.json have it
+    assert all(layer_id_of_vllm_aux(vllm_aux_layer_id(i)) == i for i in range(80))
+
+
+@pytest.mark.parametrize(
+    ("layers", "aux"), [(36, (2, 18, 33)), (28, (2, 14, 25)), (61, (2, 30, 58))]
+)
+def test_eagle3_reads_the_aux_states_that_vllm_takes_by_default(
+    layers: int, aux: tuple[int, ...]
+) -> None:
+    assert tuple(vllm_aux_layer_id(i) for i in eagle3_layer_ids(layers)] == aux

@@ -1,4 +1,4 @@
-"""DFlash config.json: read public ones, derive new ones, refuse what replay would not reproduce."""
+"""DFlash config.json: read public ones, derive new ones, reject what replay would not reproduce."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from verl_opd.config.schema import DraftConfig
 from verl_opd.drafts import files, formats
 from verl_opd.drafts.formats import Use
 from verl_opd.errors import ConfigError
-from verl_opd.targets.layers import default_layer_ids, vllm_aux_layer_id
+from verl_opd.targets.layers import default_layer_ids, layer_id_of_vllm_aux, vllm_aux_layer_id
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _REQUIRED = (
@@ -209,7 +209,7 @@ def _check_block(block: int, num_speculative_tokens: int, allow_mismatch: bool) 
 
 
 def _check_supported(config: Mapping[str, Any]) -> None:
-    """Variants that the engine drafts with and this replay does not reproduce are refused, not
+    """Variants that the engine drafts with and this replay does not reproduce are unsupported, not
     approximated.
     """
     if "DFlashDraftModel" not in (config.get("architectures") or []):
@@ -322,7 +322,9 @@ def from_speculators(config: Mapping[str, Any]) -> dict[str, Any]:
         )
     inner = {
         "mask_token_id": own.get("mask_token_id"),
-        "target_layer_ids": [int(i) - 1 for i in own.get("aux_hidden_state_layer_ids") or []],
+        "target_layer_ids": [
+            layer_id_of_vllm_aux(i) for i in own.get("aux_hidden_state_layer_ids") or []
+        ],
         "causal": not own.get("sliding_window_non_causal", True),
     }
     kept: dict[str, Any] = {

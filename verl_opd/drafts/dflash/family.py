@@ -11,22 +11,19 @@ from transformers import PretrainedConfig
 
 from verl_opd.config.schema import DraftConfig
 from verl_opd.drafts import files
+from verl_opd.drafts.base import DraftFamily
 from verl_opd.drafts.dflash import config as dflash_config
 from verl_opd.drafts.dflash.model import DFlashDraft
 from verl_opd.drafts.dflash.replay import slot_positions, visibility
 from verl_opd.drafts.formats import Use
-from verl_opd.drafts.layers import masked_block_embeds, random_init
+from verl_opd.drafts.layers import masked_block_embeds
 from verl_opd.errors import ConfigError
 from verl_opd.opd.layout import Layout
 
 
-class DFlash:
+class DFlash(DraftFamily):
     name = "dflash"
     engine_method = "dflash"
-    engine_names = ()
-    has_own_head = False
-    autoregressive = False
-    v2_runner = False
 
     def derive_config(
         self, target: PretrainedConfig, draft: DraftConfig, num_speculative_tokens: int
@@ -62,15 +59,8 @@ class DFlash:
     def with_block(self, config: Mapping[str, Any], size: int) -> dict[str, Any]:
         return dflash_config.with_block(config, size)
 
-    def build(self, config: Mapping[str, Any], *, seed: int, init_std: float) -> nn.Module:
-        draft = DFlashDraft(config)
-        random_init(draft, seed, init_std)
-        return draft
-
-    def load_weights(
-        self, draft: nn.Module, path: str, frozen: Mapping[str, Tensor] | None = None
-    ) -> None:
-        files.load_into(draft, path, frozen)
+    def network(self, config: Mapping[str, Any]) -> nn.Module:
+        return DFlashDraft(config)
 
     def shard_units(self, draft: nn.Module) -> list[nn.Module]:
         return list(cast(DFlashDraft, draft).layers)
@@ -85,32 +75,16 @@ class DFlash:
 
     def replay(self, draft: nn.Module, features: Tensor, inputs: Tensor, layout: Layout) -> Tensor:
         attention = cast(DFlashDraft, draft).attention
+        # per kind of layer [b, 1, N*B, C + N*B]
         masks = {kind: visibility(layout, features.shape[1], *kind) for kind in set(attention)}
-        hidden: Tensor = draft(
-            features,
-            inputs.flatten(1, 2),
-            slot_positions(layout),
-            [masks[kind] for kind in attention],
-        )
+        per_layer = [masks[kind] for kind in attention]
+        slots = inputs.flatten(1, 2)  # [b, N*B, h]
+        hidden: Tensor = draft(features, slots, slot_positions(layout), per_layer)
         return hidden
 
-    def own_head(self, draft: nn.Module, target_head: Tensor) -> None:
-        return None
-
-    def confidence(self, draft: nn.Module) -> None:
-        return None
-
-    def vocabulary(self, config: Mapping[str, Any], path: str | None) -> None:
-        return None
-
-    def for_reader(
-        self, config: Mapping[str, Any], reader: str, use: Use
+    def to_format(
+        self, config: Mapping[str, Any], format: str, use: Use
     ) -> tuple[dict[str, Any], Callable[[str], str]]:
-        return dflash_config.to_speculators(config, use) if reader == "speculators" else dict(
-            config
-        ), str
-
-    def save_pretrained(
-        self, state: Mapping[str, Tensor], config: Mapping[str, Any], path: Path
-    ) -> None:
-        files.write_draft(state, config, path)
+        if format == "speculators":
+            return dflash_config.to_speculators(config, use), str
+        return dict(config), str

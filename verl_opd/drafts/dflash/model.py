@@ -17,18 +17,22 @@ from verl_opd.drafts.dflash.config import layer_attention, rope_theta, target_la
 from verl_opd.drafts.layers import MLP, RMSNorm, Rotation, rotate, rotation
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Shape:
     """What the network needs of config.json."""
 
+    # h
     hidden: int
     layers: int
     heads: int
     kv_heads: int
     head_dim: int
     intermediate: int
-    features: int  # n * h, concatenated target layers
+    # n * h, concatenated target layers
+    features: int
+    # of every RMSNorm
     eps: float
+    # base of the rotary embedding
     theta: float
 
     @classmethod
@@ -69,7 +73,9 @@ class Attention(nn.Module):
     def forward(
         self, slots: Tensor, context: Tensor, slot_rope: Rotation, key_rope: Rotation, mask: Tensor
     ) -> Tensor:
-        source = torch.cat((context, slots), dim=1)
+        """slots [b, M, h], context [b, C, h] -> [b, M, h]; mask [b, 1, M, C+M], True = visible."""
+        source = torch.cat((context, slots), dim=1)  # [b, C+M, h]
+        # query [b, heads, M, head_dim], key and value [b, kv_heads, C+M, head_dim]
         query = rotate(self.q_norm(self._split(self.q_proj(slots), self.heads)), slot_rope)
         key = rotate(self.k_norm(self._split(self.k_proj(source), self.kv_heads)), key_rope)
         value = self._split(self.v_proj(source), self.kv_heads)

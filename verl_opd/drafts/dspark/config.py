@@ -14,6 +14,7 @@ from verl_opd.drafts import formats
 from verl_opd.drafts.dflash import config as dflash_config
 from verl_opd.drafts.formats import Use
 from verl_opd.errors import ConfigError
+from verl_opd.targets.layers import layer_id_of_vllm_aux
 
 ARCHITECTURE = "Qwen3DSparkModel"
 _RANK = 256
@@ -146,7 +147,7 @@ def from_speculators(config: Mapping[str, Any]) -> dict[str, Any]:
         )
         if key in own
     }
-    ids = [int(i) - 1 for i in own.get("aux_hidden_state_layer_ids") or []]
+    ids = [layer_id_of_vllm_aux(i) for i in own.get("aux_hidden_state_layer_ids") or []]
     anchored = bool(own.get("sample_from_anchor", False))
     extra = {
         "target_layer_ids": ids,

@@ -1,4 +1,4 @@
-"""EAGLE-3 config.json: read public ones, derive new ones, refuse what replay would
+"""EAGLE-3 config.json: read public ones, derive new ones, reject what replay would
 not reproduce.
 """
 
@@ -13,7 +13,7 @@ from verl_opd.config.schema import DraftConfig
 from verl_opd.drafts import files, formats
 from verl_opd.drafts.formats import Use
 from verl_opd.errors import ConfigError
-from verl_opd.targets.layers import vllm_aux_layer_id
+from verl_opd.targets.layers import eagle3_layer_ids, layer_id_of_vllm_aux, vllm_aux_layer_id
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 _REQUIRED = (
@@ -25,13 +25,6 @@ _REQUIRED = (
     "intermediate_size",
     "rms_norm_eps",
 )
-
-
-def default_layer_ids(num_layers: int) -> list[int]:
-    """Outputs of an early, the middle and a late layer: vLLM's aux states 2, L/2 and L-3
-    (get_eagle3_default_aux_hidden_state_layers).
-    """
-    return [1, num_layers // 2 - 1, num_layers - 4]
 
 
 def derive_config(target: PretrainedConfig, draft: DraftConfig) -> dict[str, Any]:
@@ -57,7 +50,7 @@ def derive_config(target: PretrainedConfig, draft: DraftConfig) -> dict[str, Any
     ids = (
         list(draft.target_layer_ids)
         if draft.target_layer_ids is not None
-        else default_layer_ids(layers)
+        else eagle3_layer_ids(layers)
     )
     return {
         "architectures": [ARCHITECTURE],
@@ -96,14 +89,14 @@ def target_layer_ids(config: Mapping[str, Any]) -> list[int]:
         config.get("eagle_config") or {}
     ).get("eagle_aux_hidden_state_layer_ids")
     if named:
-        return [int(i) - 1 for i in named]
+        return [layer_id_of_vllm_aux(i) for i in named]
     count = config.get("num_target_layers")
     if count is None:
         raise ConfigError(
             "the draft's config.json names neither eagle_aux_hidden_state_layer_ids nor "
             "num_target_layers: add one of them"
         )
-    return default_layer_ids(int(count))
+    return eagle3_layer_ids(int(count))
 
 
 def head_dim(config: Mapping[str, Any]) -> int:
@@ -139,7 +132,7 @@ def check(config: Mapping[str, Any], target: PretrainedConfig) -> None:
 
 
 def _check_supported(config: Mapping[str, Any]) -> None:
-    """Variants that the engine drafts with and this replay does not reproduce are refused, not
+    """Variants that the engine drafts with and this replay does not reproduce are unsupported, not
     approximated.
     """
     if ARCHITECTURE not in (config.get("architectures") or []):
@@ -215,7 +208,7 @@ def from_speculators(config: Mapping[str, Any]) -> dict[str, Any]:
         for key in (*_SWITCHES, "norm_before_fc", "draft_vocab_size", "target_hidden_size", _IDS)
         if own.get(key) is not None
     }
-    kept.setdefault("norm_before_residual", True)  # the default of vLLM's reader (update_eagle3)
+    kept.setdefault("norm_before_residual", True)  # vLLM's default (update_eagle3)
     return {**network, **kept, "architectures": [ARCHITECTURE]}
 
 
@@ -227,7 +220,7 @@ def to_sglang(config: Mapping[str, Any]) -> dict[str, Any]:
     if on:
         raise ConfigError(
             f"this EAGLE-3 draft has {', '.join(on)} switched on, which SGLang does not read: use "
-            "--reader vllm or speculators"
+            "--format vllm or speculators"
         )
     rest = {key: value for key, value in config.items() if key != _IDS}
     return {**rest, "eagle_config": {"use_aux_hidden_state": True, _IDS: target_layer_ids(config)}}

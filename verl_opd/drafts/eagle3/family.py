@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -12,24 +11,23 @@ from transformers import PretrainedConfig
 
 from verl_opd.config.schema import DraftConfig
 from verl_opd.drafts import files
-from verl_opd.drafts.base import OwnHead, Vocabulary
+from verl_opd.drafts.base import DraftFamily, OwnHead, Vocabulary
 from verl_opd.drafts.eagle3 import config as eagle3_config
 from verl_opd.drafts.eagle3.model import Eagle3Draft
 from verl_opd.drafts.formats import Use
-from verl_opd.drafts.layers import random_init
 from verl_opd.errors import ConfigError
 from verl_opd.opd.layout import Layout
 
 _PUBLIC = "layers.0."  # what other files call the one layer
 
 
-class Eagle3:
+class Eagle3(DraftFamily):
     name = "eagle3"
     engine_method = "eagle3"
     engine_names = ((_PUBLIC, "midlayer."),)
     has_own_head = True
     autoregressive = True
-    v2_runner = False
+    target_copies = ("embed_tokens.weight",)
 
     def derive_config(
         self, target: PretrainedConfig, draft: DraftConfig, num_speculative_tokens: int
@@ -54,36 +52,11 @@ class Eagle3:
     def layer_ids(self, config: Mapping[str, Any]) -> list[int]:
         return eagle3_config.target_layer_ids(config)
 
-    def mask_token_id(self, config: Mapping[str, Any]) -> None:
-        return None
+    def network(self, config: Mapping[str, Any]) -> nn.Module:
+        return Eagle3Draft(config)  # one layer and its head: FSDP shards the root alone
 
-    def block_size(self, config: Mapping[str, Any], num_speculative_tokens: int) -> int:
-        return num_speculative_tokens + 1
-
-    def with_block(self, config: Mapping[str, Any], size: int) -> dict[str, Any]:
-        raise ConfigError(
-            f"draft.block_size={size}: blocks of this family are as long as "
-            "rollout.num_speculative_tokens; leave the key out"
-        )
-
-    def build(self, config: Mapping[str, Any], *, seed: int, init_std: float) -> nn.Module:
-        draft = Eagle3Draft(config)
-        random_init(draft, seed, init_std)
-        return draft
-
-    def load_weights(
-        self, draft: nn.Module, path: str, frozen: Mapping[str, Tensor] | None = None
-    ) -> None:
-        files.load_into(
-            draft,
-            path,
-            frozen,
-            ("embed_tokens.weight",),
-            lambda name: name.replace(_PUBLIC, "midlayer.", 1),
-        )
-
-    def shard_units(self, draft: nn.Module) -> list[nn.Module]:
-        return []  # one layer and its head: the root is the unit
+    def public_name(self, name: str) -> str:
+        return name.replace(_PUBLIC, "midlayer.", 1)
 
     def inputs(
         self, config: Mapping[str, Any], embed: Callable[[Tensor], Tensor], layout: Layout
@@ -103,27 +76,19 @@ class Eagle3:
                 "has none"
             )
         context, blocks = inputs
-        if (
-            features.shape[1] == 0
-        ):  # nothing is supervised: a context of one row keeps every weight in the graph
-            features, context = (
-                features.new_zeros(features.shape[0], 1, features.shape[2]),
-                blocks[:, 0, :1],
-            )
+        if features.shape[1] == 0:
+            # nothing is supervised: a context of one row keeps every weight in the graph
+            features = features.new_zeros(features.shape[0], 1, features.shape[2])
+            context = blocks[:, 0, :1]
         hidden: Tensor = draft(features, context, blocks, layout.anchors)
         return hidden.flatten(1, 2)
 
     def own_head(self, draft: nn.Module, target_head: Tensor) -> OwnHead:
         module = cast(Eagle3Draft, draft)
-        vocabulary = (
-            Vocabulary(module.d2t + torch.arange(len(module.d2t), device=module.d2t.device))
-            if hasattr(module, "d2t")
-            else None
-        )
-        return OwnHead(module.lm_head.weight, vocabulary)
-
-    def confidence(self, draft: nn.Module) -> None:
-        return None
+        if not hasattr(module, "d2t"):
+            return OwnHead(module.lm_head.weight, None)
+        ids = module.d2t + torch.arange(len(module.d2t), device=module.d2t.device)  # [Vd]
+        return OwnHead(module.lm_head.weight, Vocabulary(ids))
 
     def vocabulary(self, config: Mapping[str, Any], path: str | None) -> Vocabulary | None:
         if eagle3_config.draft_vocab_size(config) == config["vocab_size"]:
@@ -141,19 +106,14 @@ class Eagle3:
             )
         return Vocabulary(d2t + torch.arange(len(d2t)))
 
-    def for_reader(
-        self, config: Mapping[str, Any], reader: str, use: Use
+    def to_format(
+        self, config: Mapping[str, Any], format: str, use: Use
     ) -> tuple[dict[str, Any], Callable[[str], str]]:
-        """SGLang's older releases know the layer as midlayer only and skip other names without a
-        word; speculators files call it layers.0.
+        """SGLang's older releases know the layer as midlayer only and skip other names without an
+        error; speculators files call it layers.0.
         """
-        if reader == "speculators":
+        if format == "speculators":
             return eagle3_config.to_speculators(config, use), lambda name: name.replace(
                 "midlayer.", _PUBLIC, 1
             )
-        return eagle3_config.to_sglang(config) if reader == "sglang" else dict(config), str
-
-    def save_pretrained(
-        self, state: Mapping[str, Tensor], config: Mapping[str, Any], path: Path
-    ) -> None:
-        files.write_draft(state, config, path)
+        return eagle3_config.to_sglang(config) if format == "sglang" else dict(config), str

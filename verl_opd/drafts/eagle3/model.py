@@ -70,11 +70,11 @@ class Midlayer(nn.Module):
 
 
 class Eagle3Draft(nn.Module):
-    """Parameters carry the public checkpoint names; the embedding is the target's. d2t [Vd]: target
-    id - draft id; t2d [V]: proposable.
-    """
+    """Parameters carry the public checkpoint names; the embedding is the target's."""
 
+    # [Vd] int64: target id - draft id, with a vocabulary of its own
     d2t: Tensor
+    # [V] bool: whether the draft can propose a token
     t2d: Tensor
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -121,7 +121,7 @@ class Eagle3Draft(nn.Module):
         state before it, at position F+j-2, and sees the context rows before F and its own chain.
         """
         dtype = self.fc.weight.dtype
-        context = self.combine(features.to(dtype))
+        context = self.combine(features.to(dtype))  # [b, C, h]
         positions = torch.arange(features.shape[1], device=features.device).expand(
             features.shape[0], -1
         )
@@ -130,9 +130,9 @@ class Eagle3Draft(nn.Module):
             x, rotation(positions, self.head_dim, self.theta, dtype)
         )
         mixed = F.scaled_dot_product_attention(query, keys, values, is_causal=True)
-        raw = self.midlayer.leave(self.midlayer.self_attn.out(mixed), residual)
+        raw = self.midlayer.leave(self.midlayer.self_attn.out(mixed), residual)  # [b, C, h]
         before = (anchors - 1).clamp(min=0)
-        hidden = raw.gather(1, before.unsqueeze(-1).expand(-1, -1, raw.shape[-1]))
+        hidden = raw.gather(1, before.unsqueeze(-1).expand(-1, -1, raw.shape[-1]))  # [b, N, h]
         visible = positions.unsqueeze(1) < anchors.unsqueeze(-1)  # [b, N, C]
         chain: list[Tensor] = []  # keys and values of the links so far, in turn
         slots = [torch.zeros_like(hidden), self.norm(hidden)]
@@ -174,11 +174,10 @@ class Eagle3Draft(nn.Module):
         )
         own_keys, own_values = [*chain[::2], key], [*chain[1::2], value]
         query = query * self.head_dim**-0.5
-        scores = (
-            (query @ keys.transpose(-1, -2))
-            .float()
-            .masked_fill(~visible.unsqueeze(1), float("-inf"))
-        )
+        # [b, heads, N, C]
+        scores = (query @ keys.transpose(-1, -2)).float()
+        scores = scores.masked_fill(~visible.unsqueeze(1), float("-inf"))
+        # [b, heads, N, links so far]
         own = torch.stack([(query * k).sum(-1) for k in own_keys], dim=-1).float()
         weights = torch.cat((scores, own), dim=-1).softmax(-1).to(x.dtype)
         mixed = weights[..., : keys.shape[2]] @ values
