@@ -86,7 +86,14 @@ def make_layout(lengths: list[int], anchors: list[list[int]], block: int = 4) ->
     """
     blocks = max(1, *(len(row) for row in anchors))
     none = torch.zeros(0, dtype=torch.long)
-    stream = Stream(none, none, none, none, none, torch.zeros(0))
+    stream = Stream(
+        sample=none,
+        slot=none,
+        token=none,
+        offset=none,
+        target_row=none,
+        teacher_logprob=torch.zeros(0),
+    )
     return Layout(
         input_ids=torch.zeros(len(lengths), max(lengths), dtype=torch.long),
         lengths=torch.tensor(lengths),

@@ -19,8 +19,9 @@ from verl_opd.controller.rollouts import Rollouts
 from verl_opd.controller.stages import Collected, Update
 from verl_opd.controller.trainers import Trainers
 from verl_opd.data.prompts import Prompt
-from verl_opd.opd.losses import LossSpec, StreamTotals
+from verl_opd.opd.losses import LossSettings, StreamTotals
 from verl_opd.opd.metrics import StepMetrics
+from verl_opd.opd.options import LossOptions
 from verl_opd.opd.plan import BlockPlan, TrainItem
 from verl_opd.opd.trace import RolloutSample, VerifyTrace
 from verl_opd.report.acceptance import BenchmarkResult
@@ -30,7 +31,15 @@ from verl_opd.report.timing import Stopwatch
 
 
 def sample(name: str = "a") -> RolloutSample:
-    return RolloutSample(name, "t", (1,), (2, 3), VerifyTrace(2, ()), 0, "stop")
+    return RolloutSample(
+        sample_id=name,
+        data_source="t",
+        prompt_ids=(1,),
+        response_ids=(2, 3),
+        trace=VerifyTrace(2, ()),
+        draft_version=0,
+        finish_reason="stop",
+    )
 
 
 def result(tau: float = 1.5) -> BenchmarkResult:
@@ -84,9 +93,18 @@ class FakeStage:
     def updates(self, step: int, collected: Collected) -> Iterator[Update]:
         self._actions.append(f"updates {self.name} {step}")
         (only,) = collected.samples
-        item = TrainItem(only.sample_id, only.prompt_ids, only.response_ids, EMPTY)
+        item = TrainItem(
+            sample_id=only.sample_id,
+            prompt_ids=only.prompt_ids,
+            response_ids=only.response_ids,
+            plan=EMPTY,
+        )
         yield Update(
-            samples=[only], items=[item], loss=LossSpec(), lr=1e-3 * (step + 1), check=self._check
+            samples=[only],
+            items=[item],
+            loss=LossSettings(LossOptions(confidence_weight=0.0)),
+            lr=1e-3 * (step + 1),
+            check=self._check,
         )
 
 
@@ -102,7 +120,7 @@ class FakeTrainers(Trainers):
         self,
         items: Sequence[TrainItem],
         totals: StreamTotals,
-        spec: LossSpec,
+        settings: LossSettings,
         lr: float,
         check_replay: bool = False,
     ) -> list[StepMetrics]:

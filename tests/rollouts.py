@@ -32,7 +32,15 @@ def make_sample(
     sample_id: str = "0-0",
 ) -> RolloutSample:
     trace = trace_from_events(events, len(response))
-    return RolloutSample(sample_id, "test", tuple(prompt), tuple(response), trace, 0, "stop")
+    return RolloutSample(
+        sample_id=sample_id,
+        data_source="test",
+        prompt_ids=tuple(prompt),
+        response_ids=tuple(response),
+        trace=trace,
+        draft_version=0,
+        finish_reason="stop",
+    )
 
 
 def worked_sample() -> RolloutSample:

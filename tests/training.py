@@ -22,15 +22,16 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.drafts import build_draft, draft_config, target_config
+from tests.options import loss_settings
 from verl_opd.config.schema import Config
 from verl_opd.drafts import get_family
-from verl_opd.opd.losses import LossSpec, StreamTotals, stream_totals
+from verl_opd.opd.losses import LossSettings, StreamTotals, stream_totals
 from verl_opd.opd.metrics import StepMetrics
 from verl_opd.opd.plan import BlockPlan, TrainItem
 from verl_opd.training.trainer import DraftTrainer
 
 BLOCK, LR = 4, 1e-3
-SPEC = LossSpec(response_position_decay=0.9)
+SPEC = loss_settings(response_position_decay=0.9)
 
 
 def save_models(root: Path) -> None:
@@ -86,7 +87,7 @@ def make_item(
         rejected_token=tuple(token for *_, token, _ in rejected),
         rejected_logprob=tuple(logprob for *_, logprob in rejected),
     )
-    return TrainItem(name, prompt, response, plan)
+    return TrainItem(sample_id=name, prompt_ids=prompt, response_ids=response, plan=plan)
 
 
 def make_items() -> list[TrainItem]:
@@ -107,9 +108,9 @@ def make_items() -> list[TrainItem]:
     ]
 
 
-def totals_of(items: list[TrainItem], spec: LossSpec = SPEC) -> StreamTotals:
+def totals_of(items: list[TrainItem], spec: LossSettings = SPEC) -> StreamTotals:
     return stream_totals(
-        [item.plan for item in items], [len(item.response_ids) for item in items], spec
+        [item.plan for item in items], [len(item.response_ids) for item in items], spec.options
     )
 
 

@@ -10,11 +10,13 @@ from transformers import AutoConfig
 
 from tests.engine.conftest import FAMILY, K, LiveEngine, serve
 from tests.engine.test_replay_check import checked, trainer_for
+from tests.options import planned
 from tests.tiny import MASK_TOKEN_ID
 from tests.training import process_group
 from verl_opd.config.schema import DraftConfig
-from verl_opd.opd.plan import TrainItem, plan_opd
-from verl_opd.opd.trace import RolloutSample, from_extra_fields
+from verl_opd.opd.plan import TrainItem
+from verl_opd.opd.trace import RolloutSample
+from verl_opd.opd.wire import from_extra_fields
 
 pytestmark = pytest.mark.engine
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -33,13 +35,21 @@ def roll_out(live: LiveEngine, prompts: list[list[int]]) -> list[TrainItem]:
         zip(prompts, live.generate_all("variant", prompts), strict=True)
     ):
         trace = from_extra_fields(r.extra_fields, len(r.token_ids))
-        sample = RolloutSample(f"0-{i}", "t", tuple(prompt), r.token_ids, trace, 0, r.finish_reason)
+        sample = RolloutSample(
+            sample_id=f"0-{i}",
+            data_source="t",
+            prompt_ids=tuple(prompt),
+            response_ids=r.token_ids,
+            trace=trace,
+            draft_version=0,
+            finish_reason=r.finish_reason,
+        )
         items.append(
             TrainItem(
-                sample.sample_id,
-                sample.prompt_ids,
-                sample.response_ids,
-                plan_opd(sample, block_size=K + 1),
+                sample_id=sample.sample_id,
+                prompt_ids=sample.prompt_ids,
+                response_ids=sample.response_ids,
+                plan=planned(sample, block_size=K + 1),
             )
         )
     return items

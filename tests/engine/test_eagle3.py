@@ -14,14 +14,16 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from tests.engine.conftest import K, LiveEngine, changed, serve
+from tests.options import loss_settings, planned
 from tests.training import process_group
 from verl_opd.config.schema import Config, DraftConfig
 from verl_opd.drafts import get_family
 from verl_opd.errors import RolloutError
-from verl_opd.opd.losses import LossSpec, stream_totals
+from verl_opd.opd.losses import stream_totals
 from verl_opd.opd.metrics import reduce_metrics
-from verl_opd.opd.plan import TrainItem, plan_opd, restrict_labels
-from verl_opd.opd.trace import RolloutSample, check_trace, from_extra_fields
+from verl_opd.opd.plan import TrainItem, restrict_labels
+from verl_opd.opd.trace import RolloutSample, check_trace
+from verl_opd.opd.wire import from_extra_fields
 from verl_opd.rollout.server import RolloutServer
 from verl_opd.snapshot import DraftSnapshot, checksum
 from verl_opd.training.trainer import DraftTrainer
@@ -78,10 +80,23 @@ def roll_out(eagle: LiveEngine, prompts: list[list[int]], name: str) -> list[Tra
             "only proposable tokens are proposed"
         )
         sample = RolloutSample(
-            f"0-{i}", "t", tuple(prompt), result.token_ids, trace, 0, result.finish_reason
+            sample_id=f"0-{i}",
+            data_source="t",
+            prompt_ids=tuple(prompt),
+            response_ids=result.token_ids,
+            trace=trace,
+            draft_version=0,
+            finish_reason=result.finish_reason,
         )
-        plan = restrict_labels(plan_opd(sample, block_size=K + 1), frozenset(PROPOSABLE.tolist()))
-        items.append(TrainItem(sample.sample_id, sample.prompt_ids, sample.response_ids, plan))
+        plan = restrict_labels(planned(sample, block_size=K + 1), frozenset(PROPOSABLE.tolist()))
+        items.append(
+            TrainItem(
+                sample_id=sample.sample_id,
+                prompt_ids=sample.prompt_ids,
+                response_ids=sample.response_ids,
+                plan=plan,
+            )
+        )
     return items
 
 
@@ -103,9 +118,9 @@ def trainer_for(eagle: LiveEngine, draft_path: str | None = None) -> DraftTraine
 def update(
     trainer: DraftTrainer, items: list[TrainItem], lr: float, **spec: Any
 ) -> dict[str, float]:
-    loss = LossSpec(**spec)
+    loss = loss_settings(**spec)
     totals = stream_totals(
-        [item.plan for item in items], [len(item.response_ids) for item in items], loss
+        [item.plan for item in items], [len(item.response_ids) for item in items], loss.options
     )
     return reduce_metrics([trainer.update(items, totals, loss, lr, check_replay=True)])
 

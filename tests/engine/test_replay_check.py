@@ -13,15 +13,17 @@ import pytest
 from torch import Tensor
 
 from tests.engine.conftest import K, LiveEngine, draft_for
+from tests.options import loss_settings, planned
 from tests.training import process_group
 from verl_opd.config.schema import Config
 from verl_opd.drafts.dflash import family as dflash_family
 from verl_opd.opd.layout import Layout
-from verl_opd.opd.losses import LossSpec, stream_totals
+from verl_opd.opd.losses import stream_totals
 from verl_opd.opd.metrics import reduce_metrics
-from verl_opd.opd.plan import TrainItem, plan_opd
+from verl_opd.opd.plan import TrainItem
 from verl_opd.opd.replay_check import diagnose
-from verl_opd.opd.trace import RolloutSample, from_extra_fields
+from verl_opd.opd.trace import RolloutSample
+from verl_opd.opd.wire import from_extra_fields
 from verl_opd.training.trainer import DraftTrainer
 
 pytestmark = pytest.mark.engine
@@ -38,18 +40,23 @@ def rolled_out(live: LiveEngine, prompts: list[list[int]]) -> list[TrainItem]:
     results = live.generate_all("replay-check", prompts[:8])
     samples = [
         RolloutSample(
-            f"0-{i}",
-            "t",
-            tuple(prompt),
-            r.token_ids,
-            from_extra_fields(r.extra_fields, len(r.token_ids)),
-            0,
-            r.finish_reason,
+            sample_id=f"0-{i}",
+            data_source="t",
+            prompt_ids=tuple(prompt),
+            response_ids=r.token_ids,
+            trace=from_extra_fields(r.extra_fields, len(r.token_ids)),
+            draft_version=0,
+            finish_reason=r.finish_reason,
         )
         for i, (prompt, r) in enumerate(zip(prompts, results, strict=False))
     ]
     return [
-        TrainItem(s.sample_id, s.prompt_ids, s.response_ids, plan_opd(s, block_size=K + 1))
+        TrainItem(
+            sample_id=s.sample_id,
+            prompt_ids=s.prompt_ids,
+            response_ids=s.response_ids,
+            plan=planned(s, block_size=K + 1),
+        )
         for s in samples
     ]
 
@@ -66,9 +73,9 @@ def trainer_for(live: LiveEngine, draft_path: str | None = None, **changes: Any)
 
 
 def checked(trainer: DraftTrainer, items: list[TrainItem]) -> dict[str, float]:
-    spec = LossSpec()
+    spec = loss_settings()
     totals = stream_totals(
-        [item.plan for item in items], [len(item.response_ids) for item in items], spec
+        [item.plan for item in items], [len(item.response_ids) for item in items], spec.options
     )
     return reduce_metrics([trainer.update(items, totals, spec, 0.0, check_replay=True)])
 
@@ -99,7 +106,8 @@ def stale_draft(live: LiveEngine, patch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 def swapped_head(live: LiveEngine, patch: pytest.MonkeyPatch, tmp_path: Path) -> DraftTrainer:
     trainer = trainer_for(live)
-    trainer.target.lm_head_weight = trainer.target.lm_head_weight.roll(1, dims=0)
+    rolled = replace(trainer.head, weight=trainer.head.weight.roll(1, dims=0))
+    trainer.objective = replace(trainer.objective, head=rolled)
     return trainer
 
 
@@ -171,9 +179,11 @@ def test_weights_that_have_moved_on_are_found(
     live: LiveEngine, one_rank: None, rolled_out: list[TrainItem]
 ):
     trainer = trainer_for(live)
-    spec = LossSpec()
+    spec = loss_settings()
     totals = stream_totals(
-        [item.plan for item in rolled_out], [len(item.response_ids) for item in rolled_out], spec
+        [item.plan for item in rolled_out],
+        [len(item.response_ids) for item in rolled_out],
+        spec.options,
     )
     for _ in range(3):
         trainer.update(rolled_out, totals, spec, 1e-2)

@@ -12,17 +12,18 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.engine.conftest import FAMILY, K, LiveEngine
+from tests.options import planned
 from verl_opd.opd.layout import build_layout
-from verl_opd.opd.plan import TrainItem, plan_opd
+from verl_opd.opd.plan import TrainItem
 from verl_opd.opd.trace import (
     RolloutSample,
     VerifyTrace,
     check_trace,
-    from_extra_fields,
     rejections,
 )
+from verl_opd.opd.wire import from_extra_fields
 from verl_opd.rollout.server import GenerateResult
-from verl_opd.targets.hf import HFTarget
+from verl_opd.targets.hf import HFSource
 
 pytestmark = pytest.mark.engine
 
@@ -177,29 +178,38 @@ def test_replayed_slots_choose_what_the_engine_proposed(live: LiveEngine, prompt
     """
     draft = FAMILY.build(live.draft_config, seed=1, init_std=0.02)
     FAMILY.load_weights(draft, live.settings.speculation.draft_path)
-    target = HFTarget(
+    target = HFSource(
         live.settings.model_path, dtype="float32", layer_ids=FAMILY.layer_ids(live.draft_config)
     )
-    mask = target.embed(torch.tensor(FAMILY.mask_token_id(live.draft_config)))
+    mask = target.head.embed(torch.tensor(FAMILY.mask_token_id(live.draft_config)))
     mismatched = compared = 0
     for index, prompt in enumerate(prompts[:6]):
         result = live.generate(f"replay-{index}", prompt)
         sample = RolloutSample(
-            f"0-{index}", "t", tuple(prompt), result.token_ids, trace_of(result), 0, "length"
+            sample_id=f"0-{index}",
+            data_source="t",
+            prompt_ids=tuple(prompt),
+            response_ids=result.token_ids,
+            trace=trace_of(result),
+            draft_version=0,
+            finish_reason="length",
         )
         layout = build_layout(
             [
                 TrainItem(
-                    "0", sample.prompt_ids, sample.response_ids, plan_opd(sample, block_size=K + 1)
+                    sample_id="0",
+                    prompt_ids=sample.prompt_ids,
+                    response_ids=sample.response_ids,
+                    plan=planned(sample, block_size=K + 1),
                 )
             ]
         )
         features = target.features(layout.input_ids, layout.lengths)
         embeds = mask.expand(1, layout.anchors.shape[1], K + 1, -1).clone()
-        embeds[:, :, 0] = target.embed(layout.input_ids.gather(1, layout.anchors))
+        embeds[:, :, 0] = target.head.embed(layout.input_ids.gather(1, layout.anchors))
         with torch.no_grad():
             hidden = FAMILY.replay(draft, features.aux[:, : layout.context_len], embeds, layout)
-        chosen = (hidden[0] @ target.lm_head_weight.T).argmax(-1).view(-1, K + 1)[:, 1:].tolist()
+        chosen = (hidden[0] @ target.head.weight.T).argmax(-1).view(-1, K + 1)[:, 1:].tolist()
         by_anchor = {
             int(anchor) - len(prompt): row
             for anchor, row in zip(layout.anchors[0], chosen, strict=True)

@@ -49,6 +49,7 @@ from verl_opd.drafts import get_family
 from verl_opd.drafts.resolve import draft_config_of
 from verl_opd.errors import ConfigError
 from verl_opd.opd import trace as traces
+from verl_opd.opd import wire
 from verl_opd.opd.metrics import reduce_metrics
 from verl_opd.opd.trace import RolloutSample, TeacherScores
 from verl_opd.report.step_report import StepReporter
@@ -425,13 +426,13 @@ def alias_table() -> dict[str, dict[str, Any]]:
 
 def wire_fields(events: Sequence[Event], length: int) -> dict[str, Any]:
     """The extra fields of a response of `length` tokens that was drafted like this."""
-    return traces.to_extra_fields(traces.trace_from_events(events, length))
+    return wire.to_extra_fields(traces.trace_from_events(events, length))
 
 
 def from_wire(fields: dict[str, Any], length: int) -> dict[str, Any] | None:
     """The trace that fields stand for, as plain lists; None when they are refused."""
     try:
-        trace = traces.from_extra_fields(fields, length)
+        trace = wire.from_extra_fields(fields, length)
     except ValueError:
         return None
     steps = [

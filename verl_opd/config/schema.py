@@ -13,15 +13,8 @@ from typing import Any
 from omegaconf import MISSING
 
 from verl_opd.devices import DEVICES
-from verl_opd.opd.names import (
-    CONVENTIONS,
-    REJECTED_LOSSES,
-    RESPONSE_LOSSES,
-    RESPONSE_SPANS,
-    TEACHER_SOURCES,
-    TOP_K_LOSS,
-)
-from verl_opd.opd.options import option
+from verl_opd.opd.names import RESPONSE_LOSSES, TEACHER_SOURCES, TOP_K_LOSS
+from verl_opd.opd.options import AnchorOptions, LossOptions, option
 
 _DTYPES = ("bfloat16", "float32")
 
@@ -141,46 +134,15 @@ class RolloutConfig:
 
 
 @dataclass
-class OpdConfig:
-    """What is supervised, and how the two loss streams are weighed."""
+class OpdConfig(LossOptions, AnchorOptions):
+    """What is supervised, and how the two loss streams are weighed; most keys are declared in
+    verl_opd/opd/options.py.
+    """
 
-    convention: str = option("exact", choices=CONVENTIONS)
-    # segment | block: how far after an anchor labels reach
-    response_span: str = option("segment", choices=RESPONSE_SPANS)
-    # on the one committed token: forward_kl, k2, k3, abs
-    # on the likeliest tokens of a teacher server: forward_kl_topk
-    # without a teacher: cross_entropy
-    # on the full vocabulary: full_forward_kl, tv, lk_alpha, lk_lambda
-    # e2e_tv: total variation of whole blocks, rejected proposals included (needs
-    # rejected_stream_weight 0)
-    response_loss: str = option("forward_kl", choices=RESPONSE_LOSSES)
-    rejected_loss: str = option("k3", choices=REJECTED_LOSSES)  # on the rejected token
-    # values of response_loss (k1, k2, k3, abs) become advantages of a PPO-clipped policy gradient
-    # on the committed tokens
-    policy_gradient: bool = False
-    clip_ratio: float = option(0.2, above=0)
     # with policy_gradient: "module:function"(prompt_ids, response_ids, data_source) -> float,
     # mixed into the advantage
     reward: str | None = None
     reward_weight: float = 1.0
-    response_stream_weight: float = option(1.0, at_least=0)
-    rejected_stream_weight: float = option(1.0, at_least=0)
-    # of the confidence stream, for drafts with such a head
-    confidence_weight: float = option(1.0, at_least=0)
-    # gamma, weight gamma^(offset-1); 1 = off
-    rejected_position_decay: float = option(0.8, above=0, at_most=1)
-    response_position_decay: float = option(1.0, above=0, at_most=1)
-    loss_max_clamp: float | None = option(10.0, above=0)
-    log_prob_min_clamp: float | None = option(-10.0, below=0)
-    # keep every s-th response anchor, and the last
-    response_anchor_stride: int = option(1, at_least=1)
-    # per sample, evenly spread, the last kept; 0 = unlimited
-    max_response_anchors: int = option(0, at_least=0)
-    # ablation: response segments at random places of the response, rejections where they were
-    random_anchors: bool = False
-    # of a block's rejected proposals only the first; switches the position decay off
-    rejected_first_only: bool = False
-    max_rejected_tokens: int = option(0, at_least=0)  # rejected proposals per sample; 0 = all
     # compare replayed slots with the engine's proposals every N OPD updates of fresh rollouts;
     # -1 = never
     replay_check_freq: int = option(1, at_least=1, off=-1)

@@ -19,7 +19,6 @@ from transformers import PretrainedConfig
 from verl_opd.ascend.limits import check_npu
 from verl_opd.config.schema import Config
 from verl_opd.config.teacher import teacher_models
-from verl_opd.controller.updates import Reward
 from verl_opd.data.conversations import ConversationReport, load_conversations
 from verl_opd.data.prompts import DataReport, Prompt, load_prompts
 from verl_opd.devices import Device, check_isolation, resolve_device
@@ -31,6 +30,7 @@ from verl_opd.opd.trace import RolloutSample
 from verl_opd.snapshot import checksum
 from verl_opd.targets.hf import check_target_supported
 from verl_opd.targets.tokens import check_mask_token, check_same_vocabulary, stop_token_ids
+from verl_opd.training.updates import Reward
 
 # key of an exported config.json: what the draft was trained with that its weights do not show
 _ORIGIN = "verl_opd"

@@ -86,7 +86,7 @@ class Loop:
         """
         items, plans = update.items, [item.plan for item in update.items]
         lengths = [len(sample.response_ids) for sample in update.samples]
-        totals = stream_totals(plans, lengths, update.loss)
+        totals = stream_totals(plans, lengths, update.loss.options)
         supervised = [
             item for item in items if item.plan.response_block or item.plan.rejected_block
         ]

@@ -66,13 +66,13 @@ class Progress:
         supervised = state["warmup_step"] if "warmup_step" in state else state[f"{SFT}_step"]
         pool = [
             RolloutSample(
-                sample_id,
-                source,
-                tuple(prompt),
-                tuple(response),
-                VerifyTrace(len(response), ()),
-                0,
-                "stop",
+                sample_id=sample_id,
+                data_source=source,
+                prompt_ids=tuple(prompt),
+                response_ids=tuple(response),
+                trace=VerifyTrace(len(response), ()),
+                draft_version=0,
+                finish_reason="stop",
             )
             for sample_id, source, prompt, response in state["pool"]
         ]

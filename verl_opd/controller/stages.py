@@ -15,29 +15,29 @@ from verl_opd.controller.position import Position
 from verl_opd.controller.progress import OPD, SFT
 from verl_opd.controller.rollouts import Rollouts
 from verl_opd.controller.trainers import Trainers
-from verl_opd.controller.updates import (
-    Reward,
-    mini_batches,
-    opd_loss_spec,
-    warmup_loss_spec,
-    with_policy_terms,
-)
 from verl_opd.drafts import get_family
 from verl_opd.errors import ReplayError
-from verl_opd.opd.losses import LossSpec
+from verl_opd.opd.losses import LossSettings
 from verl_opd.opd.metrics import StepMetrics, reduce_metrics
 from verl_opd.opd.plan import (
     BlockPlan,
     TrainItem,
     item_rng,
     plan_opd,
-    plan_warmup,
+    plan_sft,
     restrict_labels,
 )
 from verl_opd.opd.replay_check import diagnose
 from verl_opd.opd.trace import RolloutSample
 from verl_opd.report.acceptance import rollout_metrics
 from verl_opd.training.optim import lr_at
+from verl_opd.training.updates import (
+    Reward,
+    mini_batches,
+    opd_loss,
+    sft_loss,
+    with_policy_terms,
+)
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Update:
 
     samples: Sequence[RolloutSample]  # what it learns from
     items: Sequence[TrainItem]  # one a sample, same order
-    loss: LossSpec
+    loss: LossSettings
     lr: float  # learning rate
     # given the measurements of the update, which then replays what the engine drafted; raises when
     # they do not agree
@@ -92,10 +92,10 @@ class Blocks:
 
     def item(self, sample: RolloutSample, plan: BlockPlan) -> TrainItem:
         return TrainItem(
-            sample.sample_id,
-            sample.prompt_ids,
-            sample.response_ids,
-            restrict_labels(plan, self.proposable),
+            sample_id=sample.sample_id,
+            prompt_ids=sample.prompt_ids,
+            response_ids=sample.response_ids,
+            plan=restrict_labels(plan, self.proposable),
             teacher=sample.teacher,
         )
 
@@ -132,7 +132,7 @@ class Supervised:
             yield Update(
                 samples=batch,
                 items=[self.blocks.item(sample, self._plan(index, sample)) for sample in batch],
-                loss=warmup_loss_spec(self.cfg),
+                loss=sft_loss(self.cfg),
                 lr=lr_at(index, total, self.cfg.optim, sft.lr),
             )
 
@@ -153,7 +153,7 @@ class Supervised:
         return [pool[i] for i in sorted(rng.choice(len(pool), size=count, replace=False))]
 
     def _plan(self, index: int, sample: RolloutSample) -> BlockPlan:
-        return plan_warmup(
+        return plan_sft(
             sample,
             block_size=self.blocks.size,
             anchors_per_sample=self.cfg.sft.anchors_per_sample,
@@ -204,7 +204,7 @@ class OnPolicy:
             yield Update(
                 samples=[samples[i] for i in batch],
                 items=[items[i] for i in batch],
-                loss=opd_loss_spec(self.cfg),
+                loss=opd_loss(self.cfg),
                 lr=lr_at(index * per_step + offset, total, self.cfg.optim),
                 check=check if offset == 0 else None,
             )
@@ -218,17 +218,11 @@ class OnPolicy:
         return items
 
     def _plan(self, sample: RolloutSample) -> BlockPlan:
-        opd = self.cfg.opd
         return plan_opd(
             sample,
+            self.cfg.opd,
             block_size=self.blocks.size,
-            convention=opd.convention,
-            response_span=opd.response_span,
-            response_anchor_stride=opd.response_anchor_stride,
-            max_response_anchors=opd.max_response_anchors,
-            random_anchor_seed=self.cfg.trainer.seed if opd.random_anchors else None,
-            rejected_first_only=opd.rejected_first_only,
-            max_rejected_tokens=opd.max_rejected_tokens,
+            seed=self.cfg.trainer.seed,
             autoregressive=get_family(self.cfg.draft.family).autoregressive,
         )
 

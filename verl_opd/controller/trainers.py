@@ -15,7 +15,7 @@ from verl_opd.controller.faults import death, first_line
 from verl_opd.controller.placement import Placement
 from verl_opd.errors import CheckpointError, ConfigError
 from verl_opd.opd.layout import cost
-from verl_opd.opd.losses import LossSpec, StreamTotals
+from verl_opd.opd.losses import LossSettings, StreamTotals
 from verl_opd.opd.metrics import StepMetrics
 from verl_opd.opd.plan import TrainItem
 from verl_opd.snapshot import DraftSnapshot
@@ -58,17 +58,13 @@ class Trainers:
         placement.actors.extend(self._ranks)
 
     def init(self) -> list[dict[str, Any]]:
-        """Build models and optimiser on every rank; per-rank facts (parameter counts, dtypes)."""
+        """Build models and optimiser on every rank; parameter counts of each rank."""
         try:
             port = ray.get(self._ranks[0].open_store.remote(self._address))
             reports: list[dict[str, Any]] = self._all("init", self._address, port)
         except ray.exceptions.RayTaskError as error:
-            if isinstance(
-                error.cause,
-                ConfigError,
-                # a draft or target that does not load: the user's to fix, without a remote
-                # traceback
-            ):
+            # a draft or target that does not load: for the user to fix, without a remote traceback
+            if isinstance(error.cause, ConfigError):
                 raise error.cause from None
             raise
         self.draft_parameters: int = reports[0]["draft_parameters"]
@@ -78,7 +74,7 @@ class Trainers:
         self,
         items: Sequence[TrainItem],
         totals: StreamTotals,
-        spec: LossSpec,
+        settings: LossSettings,
         lr: float,
         check_replay: bool = False,
     ) -> list[StepMetrics]:
@@ -86,7 +82,7 @@ class Trainers:
         shares = balance(items, len(self._ranks))
         parts: list[StepMetrics] = ray.get(
             [
-                rank.update.remote(share, totals, spec, lr, check_replay)
+                rank.update.remote(share, totals, settings, lr, check_replay)
                 for rank, share in zip(self._ranks, shares, strict=True)
             ]
         )
@@ -119,9 +115,8 @@ class Trainers:
         try:
             self._all(method, str(directory))
         except ray.exceptions.RayTaskError as error:
-            free = (
-                shutil.disk_usage(directory.parent).free / 1e6
-            )  # torch does not say that a disk is full
+            # torch does not report a full disk
+            free = shutil.disk_usage(directory.parent).free / 1e6
             raise CheckpointError(
                 f"{directory} was not written ({free:.0f} MB left on this disk): "
                 f"{first_line(error.cause)}"

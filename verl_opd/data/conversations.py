@@ -222,12 +222,12 @@ def _sample(index: str, source: str, masked: Masked) -> RolloutSample:
     response = masked.ids[first:end]
     trace = VerifyTrace(len(response), ())
     return RolloutSample(
-        index,
-        source,
-        masked.ids[:first],
-        response,
-        trace,
-        0,
-        "stop",
+        sample_id=index,
+        data_source=source,
+        prompt_ids=masked.ids[:first],
+        response_ids=response,
+        trace=trace,
+        draft_version=0,
+        finish_reason="stop",
         supervised=masked.mask[first:end],
     )

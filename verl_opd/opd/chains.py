@@ -19,23 +19,26 @@ from verl_opd.opd.layout import full_anchor
 from verl_opd.opd.plan import BlockPlan, TrainItem
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Chains:
-    """Positions of all blocks of a micro-batch, M entries, int64.
+    """Positions of all blocks of a micro-batch, flat: M entries of int64."""
 
-    sample [M], slot [M]: as in layout.Stream. block [M]: running number of the block in the
-    micro-batch; place [M]: 0-based position in its chain. row [M]: index of the target row that
-    scores the position, into the micro-batch's b*S rows followed by the branches' R*L rows.
-    branch_ids [R, L] right-padded, branch_lengths [R]; R may be 0. count: number of blocks.
-    """
-
+    # [M], as in layout.Stream
     sample: Tensor
+    # [M], as in layout.Stream
     slot: Tensor
+    # [M], running number of the block in the micro-batch
     block: Tensor
+    # [M], 0-based position in its chain
     place: Tensor
+    # [M], target row that scores the position: an index into the micro-batch's b*S rows followed
+    # by the branches' R*L rows
     row: Tensor
+    # [R, L] token ids, right-padded; R may be 0
     branch_ids: Tensor
+    # [R], true lengths
     branch_lengths: Tensor
+    # number of blocks
     count: int
 
 
@@ -74,37 +77,16 @@ def build_chains(
     behind: list[tuple[int, int, int]] = []  # (entry, branch, row in branch)
     count = 0
     for index, item in enumerate(items):
-        plan, ids = item.plan, item.prompt_ids + item.response_ids
-        tokens = {
-            (b, o): t
-            for b, o, t in zip(
-                plan.rejected_block, plan.rejected_offset, plan.rejected_token, strict=True
-            )
-        }
-        for block, (offsets, suffix) in enumerate(chain_offsets(plan)):
-            full = full_anchor(len(item.prompt_ids), plan.anchors[block])
-            last = suffix[0] if suffix else (offsets[-1] if offsets else 0)
-            if full + last > len(ids):
-                raise ValueError(
-                    f"sample {item.sample_id}: offset {last} of the block at anchor "
-                    f"{plan.anchors[block]} lies past the response"
-                )
+        for block, (offsets, suffix) in enumerate(chain_offsets(item.plan)):
+            full = _start(item, block, suffix[0] if suffix else max(offsets, default=0))
             for place, offset in enumerate(offsets):
                 if suffix and offset > suffix[0]:
                     behind.append((len(entries), len(branches), full + offset - 1))
-                entries.append(
-                    [
-                        index,
-                        block * plan.block_size + offset,
-                        count,
-                        place,
-                        index * seq_len + full + offset - 1,
-                    ]
-                )
+                own_slot = block * item.plan.block_size + offset
+                own_row = index * seq_len + full + offset - 1
+                entries.append([index, own_slot, count, place, own_row])
             if len(suffix) > 1:
-                branches.append(
-                    ids[: full + suffix[0]] + tuple(tokens[block, offset] for offset in suffix[:-1])
-                )
+                branches.append(_branch(item, block, full + suffix[0]))
             count += bool(offsets)
     longest = max((len(branch) for branch in branches), default=0)
     for entry, branch, row in behind:
@@ -112,11 +94,42 @@ def build_chains(
     branch_ids = torch.zeros(len(branches), longest, dtype=torch.long)
     for number, branch_tokens in enumerate(branches):
         branch_ids[number, : len(branch_tokens)] = torch.tensor(branch_tokens)
-    sample, slot, numbers, place_, row_ = (
+    sample, slot, numbers, places, rows = (
         torch.tensor(entries, dtype=torch.long, device=device).reshape(-1, 5).unbind(1)
     )
     lengths = torch.tensor([len(branch) for branch in branches], dtype=torch.long, device=device)
-    return Chains(sample, slot, numbers, place_, row_, branch_ids.to(device), lengths, count)
+    return Chains(
+        sample=sample,
+        slot=slot,
+        block=numbers,
+        place=places,
+        row=rows,
+        branch_ids=branch_ids.to(device),
+        branch_lengths=lengths,
+        count=count,
+    )
+
+
+def _start(item: TrainItem, block: int, last: int) -> int:
+    """Full-sequence index of a block's anchor; ValueError when the response, and the token after
+    it, end before offset `last` of the block.
+    """
+    anchor = item.plan.anchors[block]
+    full = full_anchor(len(item.prompt_ids), anchor)
+    if full + last > len(item.prompt_ids) + len(item.response_ids):
+        raise ValueError(
+            f"sample {item.sample_id}: offset {last} of the block at anchor {anchor} lies past the "
+            "response"
+        )
+    return full
+
+
+def _branch(item: TrainItem, block: int, length: int) -> tuple[int, ...]:
+    """The first `length` tokens of the sample, then the block's rejected ones but the last."""
+    plan = item.plan
+    rejected = zip(plan.rejected_block, plan.rejected_offset, plan.rejected_token, strict=True)
+    tokens = [token for _, token in sorted((o, t) for b, o, t in rejected if b == block)]
+    return (item.prompt_ids + item.response_ids)[:length] + tuple(tokens[:-1])
 
 
 def end_to_end(tv: Tensor, chains: Chains) -> tuple[Tensor, Tensor]:
@@ -128,7 +141,8 @@ def end_to_end(tv: Tensor, chains: Chains) -> tuple[Tensor, Tensor]:
     chain.
     """
     width = int(chains.place.max()) + 1 if len(tv) else 0
+    # [count, width], 0 behind a chain's end
     overlap = tv.new_zeros(chains.count, width).index_put((chains.block, chains.place), 1 - tv)
-    expected = overlap.cumprod(1).sum(1)
+    expected = overlap.cumprod(1).sum(1)  # [count]
     length = tv.new_zeros(chains.count).index_add(0, chains.block, torch.ones_like(tv))
     return 1 - expected / length, expected

@@ -10,14 +10,14 @@ F.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from verl_opd.opd.plan import TrainItem
-from verl_opd.opd.plan import verified_proposals as verified_proposals
+from verl_opd.opd.plan import TrainItem, verified_proposals
 from verl_opd.opd.trace import TeacherScores
 
 
@@ -30,55 +30,76 @@ def full_anchor(prompt_len: int, anchor: int) -> int:
     return prompt_len + anchor
 
 
-@dataclass(frozen=True)
+_no_floats = partial(torch.zeros, 0)
+_no_ids = partial(torch.zeros, 0, dtype=torch.long)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Stream:
-    """Supervised slots of one loss stream, flat over the micro-batch (M entries, int64 unless
-    said).
+    """Slots of one loss stream, flat over the micro-batch: M entries, int64 unless noted."""
 
-    sample [M]: row of the micro-batch. slot [M]: n*B + j, index into the sample's N*B draft slots.
-    token [M]. offset [M]: j, 1-based. Response stream: target_row [M], index into the sample's S
-    target rows, the one that scores the same token; teacher_logprob [M] float32 only when a teacher
-    server scored the samples. Rejected stream: teacher_logprob [M] float32 as the engine recorded
-    it, on the draft's own prefix, which no row of the response has seen; target_row is empty.
-    Verified stream: proposals that the target verified, token = 1 where accepted, else 0. Drafted
-    stream: every proposal of the engine, accepted or not; nothing is supervised with it.
-    """
-
+    # [M], row of the micro-batch
     sample: Tensor
+    # [M], n*B + j: index into the sample's N*B draft slots
     slot: Tensor
+    # [M], token id; in the verified stream 1 where the target accepted the proposal, else 0
     token: Tensor
+    # [M], j, 1-based
     offset: Tensor
-    target_row: Tensor
-    teacher_logprob: Tensor
+    # response stream [M]: which of the sample's S target rows scores the same token; else empty
+    target_row: Tensor = field(default_factory=_no_ids)
+    # float32 [M]. response stream: by a teacher server, else empty. rejected stream: as the engine
+    # recorded it on the draft's own prefix, which no row of the response has seen. Else empty
+    teacher_logprob: Tensor = field(default_factory=_no_floats)
 
 
 @dataclass(frozen=True)
+class TeacherTop:
+    """A teacher server's most likely tokens, parallel to the response stream; k = 0 without one."""
+
+    # [M, k] int64, best first
+    ids: Tensor = field(default_factory=partial(torch.zeros, 0, 0, dtype=torch.long))
+    # [M, k] float32
+    logprobs: Tensor = field(default_factory=partial(torch.zeros, 0, 0))
+
+
+@dataclass(frozen=True)
+class PolicyTerms:
+    """Terms of the policy-gradient form, parallel to the response stream."""
+
+    # [M] float32, as TrainItem.old_logprobs; empty when the items carry none
+    old_logprob: Tensor = field(default_factory=_no_floats)
+    # [M] float32, as TrainItem.reward
+    reward: Tensor = field(default_factory=_no_floats)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A padded micro-batch of b samples.
+    """A padded micro-batch of b samples."""
 
-    input_ids [b, S] int64 right-padded with 0; lengths [b] int64; anchors [b, N] int64
-    full-sequence indices (0 where padded); block_keep [b, N] bool; block_size B. block_tokens [b,
-    N, B] int64: the anchor token and the tokens that followed it while drafting: the engine's
-    proposals, in a block that no engine drafted the response's own tokens (0 beyond its end).
-    old_logprob, reward: float32, parallel to the response stream (TrainItem); old_logprob is empty
-    when the items carry none. top_ids [M, k] int64 and top_logprobs [M, k] float32, parallel to the
-    response stream: the teacher's most likely tokens; k is 0 without a teacher server.
-    """
-
+    # [b, S] int64, right-padded with 0
     input_ids: Tensor
+    # [b] int64, true lengths
     lengths: Tensor
+    # [b, N] int64, full-sequence indices; 0 where padded
     anchors: Tensor
+    # [b, N] bool, False where padded
     block_keep: Tensor
+    # [b, N, B] int64, the anchor token and the tokens that followed it while drafting: the engine's
+    # proposals, in a block that no engine drafted the response's own tokens (0 beyond its end)
     block_tokens: Tensor
+    # B
     block_size: int
+    # committed tokens, supervised by the target
     response: Stream
+    # rejected proposals, supervised by the engine's record of the target
     rejected: Stream
+    # every proposal of the engine, accepted or not: nothing is supervised with it
     drafted: Stream
+    # proposals that the target verified: supervise a confidence head
     verified: Stream
-    old_logprob: Tensor = field(default_factory=lambda: torch.zeros(0))
-    reward: Tensor = field(default_factory=lambda: torch.zeros(0))
-    top_ids: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.long))
-    top_logprobs: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
+    teacher_top: TeacherTop = field(default_factory=TeacherTop)
+    policy: PolicyTerms = field(default_factory=PolicyTerms)
 
     @property
     def context_len(self) -> int:
@@ -103,17 +124,16 @@ def build_layout(
         raise ValueError(f"a micro-batch needs one block size, got {sorted(sizes)}")
     lengths = [_length(item) for item in items]
     blocks = max(_blocks(item) for item in items)
-    input_ids = torch.zeros(len(items), max(lengths), dtype=torch.long)
-    anchors = torch.zeros(len(items), blocks, dtype=torch.long)
-    keep = torch.zeros(len(items), blocks, dtype=torch.bool)
-    tokens = torch.zeros(len(items), blocks, max(sizes), dtype=torch.long)
+    input_ids = torch.zeros(len(items), max(lengths), dtype=torch.long)  # [b, S]
+    anchors = torch.zeros(len(items), blocks, dtype=torch.long)  # [b, N]
+    keep = torch.zeros(len(items), blocks, dtype=torch.bool)  # [b, N]
+    tokens = torch.zeros(len(items), blocks, max(sizes), dtype=torch.long)  # [b, N, B]
     scores = _teacher_scores(items)
     for row, item in enumerate(items):
         input_ids[row, : lengths[row]] = torch.tensor(item.prompt_ids + item.response_ids)
         count = len(item.plan.anchors)
-        anchors[row, :count] = torch.tensor(
-            [_checked_anchor(item, anchor) for anchor in item.plan.anchors], dtype=torch.long
-        )
+        fulls = [_checked_anchor(item, anchor) for anchor in item.plan.anchors]
+        anchors[row, :count] = torch.tensor(fulls, dtype=torch.long)
         keep[row, :count] = True
         for block, known in enumerate(_block_tokens(item)):
             tokens[row, block, : len(known)] = torch.tensor(known)
@@ -125,17 +145,14 @@ def build_layout(
         block_tokens=tokens.to(device),
         block_size=sizes.pop(),
         response=_response_stream(items, scores.logprobs, device),
-        rejected=_refused_stream(items, device),
+        rejected=_rejected_stream(items, device),
         drafted=_drafted_stream(items if drafted else (), device),
-        verified=_judged_stream(items if verified else (), device),
-        old_logprob=torch.tensor(_old_logprobs(items), dtype=torch.float32, device=device),
-        reward=torch.tensor(
-            [item.reward for item in items for _ in item.plan.response_label],
-            dtype=torch.float32,
-            device=device,
+        verified=_verified_stream(items if verified else (), device),
+        teacher_top=TeacherTop(
+            ids=torch.from_numpy(scores.top_ids.astype(np.int64)).to(device),
+            logprobs=torch.from_numpy(scores.top_logprobs).to(device),
         ),
-        top_ids=torch.from_numpy(scores.top_ids.astype(np.int64)).to(device),
-        top_logprobs=torch.from_numpy(scores.top_logprobs).to(device),
+        policy=_policy_terms(items, device),
     )
 
 
@@ -179,8 +196,8 @@ def _slot(item: TrainItem, block: int, offset: int) -> int:
 
 
 def _teacher_scores(items: Sequence[TrainItem]) -> TeacherScores:
-    """The servers' scores at every response label; without any, arrays of length 0. ValueError when
-    only some samples have them.
+    """The servers' scores at every response label [M]; without any, arrays of length 0. ValueError
+    when only some samples have them.
     """
     scored = [item for item in items if item.teacher is not None]
     if not scored:
@@ -224,13 +241,18 @@ def _response_stream(
                     f"but the sequence of {len(ids)} tokens does not hold it at {position}"
                 )
             entries.append((index, slot, label, offset, position - 1))
-    sample, slots, token, offsets, row = (
-        torch.tensor(entries, dtype=torch.long, device=device).reshape(-1, 5).unbind(1)
+    sample, slots, tokens, offsets, rows = _columns(entries, 5, device)
+    return Stream(
+        sample=sample,
+        slot=slots,
+        token=tokens,
+        offset=offsets,
+        target_row=rows,
+        teacher_logprob=torch.from_numpy(teacher).to(device),
     )
-    return Stream(sample, slots, token, offsets, row, torch.from_numpy(teacher).to(device))
 
 
-def _refused_stream(items: Sequence[TrainItem], device: torch.device | str) -> Stream:
+def _rejected_stream(items: Sequence[TrainItem], device: torch.device | str) -> Stream:
     entries: list[tuple[int, int, int, int]] = []
     logprobs: list[float] = []
     for index, item in enumerate(items):
@@ -244,18 +266,8 @@ def _refused_stream(items: Sequence[TrainItem], device: torch.device | str) -> S
         raise ValueError(
             f"{len(entries)} rejected tokens came with {len(logprobs)} target log-probs"
         )
-    sample, slots, tokens, offsets = (
-        torch.tensor(entries, dtype=torch.long, device=device).reshape(-1, 4).unbind(1)
-    )
-    none = torch.zeros(0, dtype=torch.long, device=device)
-    return Stream(
-        sample,
-        slots,
-        tokens,
-        offsets,
-        none,
-        torch.tensor(logprobs, dtype=torch.float32, device=device),
-    )
+    scores = torch.tensor(logprobs, dtype=torch.float32, device=device)
+    return replace(_unscored(entries, device), teacher_logprob=scores)
 
 
 def _drafted_stream(items: Sequence[TrainItem], device: torch.device | str) -> Stream:
@@ -268,40 +280,52 @@ def _drafted_stream(items: Sequence[TrainItem], device: torch.device | str) -> S
     return _unscored(entries, device)
 
 
-def _judged_stream(items: Sequence[TrainItem], device: torch.device | str) -> Stream:
-    return _unscored(
-        [
-            (index, _slot(item, block, offset), int(accepted), offset)
-            for index, item in enumerate(items)
-            for block, offset, accepted in verified_proposals(item.plan)
-        ],
-        device,
-    )
+def _verified_stream(items: Sequence[TrainItem], device: torch.device | str) -> Stream:
+    entries = [
+        (index, _slot(item, block, offset), int(accepted), offset)
+        for index, item in enumerate(items)
+        for block, offset, accepted in verified_proposals(item.plan)
+    ]
+    return _unscored(entries, device)
 
 
-def _unscored(entries: Sequence[tuple[int, int, int, int]], device: torch.device | str) -> Stream:
-    """A stream of (sample, slot, token, offset) that no teacher scores."""
-    sample, slots, tokens, offsets = (
-        torch.tensor(entries, dtype=torch.long, device=device).reshape(-1, 4).unbind(1)
-    )
-    return Stream(
-        sample,
-        slots,
-        tokens,
-        offsets,
-        torch.zeros(0, dtype=torch.long, device=device),
-        torch.zeros(0, device=device),
-    )
+def _unscored(entries: Sequence[tuple[int, ...]], device: torch.device | str) -> Stream:
+    """A stream of (sample, slot, token, offset) without scores of a teacher."""
+    sample, slots, tokens, offsets = _columns(entries, 4, device)
+    return Stream(sample=sample, slot=slots, token=tokens, offset=offsets)
 
 
-def _old_logprobs(items: Sequence[TrainItem]) -> list[float]:
+def _columns(
+    entries: Sequence[tuple[int, ...]], width: int, device: torch.device | str
+) -> tuple[Tensor, ...]:
+    """`width` columns [M] of M entries."""
+    rows = torch.tensor(entries, dtype=torch.long, device=device)
+    return rows.reshape(-1, width).unbind(1)
+
+
+def _policy_terms(items: Sequence[TrainItem], device: torch.device | str) -> PolicyTerms:
     for item in items:
         if item.old_logprobs and len(item.old_logprobs) != len(item.plan.response_label):
             raise ValueError(
                 f"sample {item.sample_id}: {len(item.old_logprobs)} old log-probs for "
                 f"{len(item.plan.response_label)} labels"
             )
-    return [value for item in items for value in item.old_logprobs]
+    old = [value for item in items for value in item.old_logprobs]
+    rewards = [item.reward for item in items for _ in item.plan.response_label]
+    return PolicyTerms(
+        old_logprob=torch.tensor(old, dtype=torch.float32, device=device),
+        reward=torch.tensor(rewards, dtype=torch.float32, device=device),
+    )
+
+
+def slot_rows(layout: Layout, sample: Tensor, slot: Tensor) -> Tensor:
+    """[M], index into flat hidden states [b*N*B, h] of `slot` [M] of `sample` [M]."""
+    return sample * (layout.anchors.shape[1] * layout.block_size) + slot
+
+
+def target_rows(layout: Layout) -> Tensor:
+    """[M], index into the flat target rows [b*S, h] that score the response stream."""
+    return layout.response.sample * layout.input_ids.shape[1] + layout.response.target_row
 
 
 def cost(item: TrainItem) -> int:

@@ -12,54 +12,22 @@ import torch
 from torch import Tensor
 
 from verl_opd.opd.chains import count_chains
-from verl_opd.opd.metrics import StepMetrics
-from verl_opd.opd.names import (
-    BLOCK_LOSSES,
-    CONVENTIONS,
-    ESTIMATORS,
-    REJECTED_LOSSES,
-    RESPONSE_LOSSES,
-    TOP_K_LOSS,
-)
+from verl_opd.opd.names import BLOCK_LOSSES
+from verl_opd.opd.options import LossOptions, check_options
 from verl_opd.opd.plan import BlockPlan, verified_proposals
 
 
 @dataclass(frozen=True)
-class LossSpec:
-    """How the streams are scored and weighed; field meanings as in the `opd` section of the
-    configuration.
+class LossSettings:
+    """How one optimiser step is scored. ValueError for an option that breaks its rule."""
 
-    log_prob_min_clamp bounds the single-token log-probs of both streams from below (forward_kl,
-    k3), of draft and target alike; below it a token carries no gradient. loss_max_clamp bounds
-    every per-token value afterwards. teacher_temperature divides the target's logits of the
-    response stream, as the engine did when it sampled and scored the rejected stream; the draft,
-    which proposes greedily, stays at 1. confidence_weight: of the confidence stream, for drafts
-    that have such a head. ValueError for a name that does not exist.
-    """
-
-    response_loss: str = "forward_kl"
-    rejected_loss: str = "k3"
-    response_stream_weight: float = 1.0
-    rejected_stream_weight: float = 1.0
-    response_position_decay: float = 1.0
-    rejected_position_decay: float = 0.8
-    loss_max_clamp: float | None = 10.0
-    log_prob_min_clamp: float | None = -10.0
-    convention: str = "exact"
+    options: LossOptions
+    # divides the target's logits of the response stream, as the engine did when it sampled and
+    # scored the rejected stream; the draft, which proposes greedily, stays at 1
     teacher_temperature: float = 1.0
-    policy_gradient: bool = False
-    clip_ratio: float = 0.2
-    confidence_weight: float = 0.0
 
     def __post_init__(self) -> None:
-        known = {
-            "response_loss": RESPONSE_LOSSES,
-            "rejected_loss": REJECTED_LOSSES,
-            "convention": CONVENTIONS,
-        }
-        for name, choices in known.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name}={getattr(self, name)!r} is none of {', '.join(choices)}")
+        check_options(self.options)
 
 
 SingleToken = Callable[[Tensor, Tensor, float | None], Tensor]
@@ -214,23 +182,24 @@ def position_weights(offsets: Tensor, decay: float) -> Tensor:
 
 @dataclass(frozen=True)
 class StreamTotals:
-    """Normalisers over the whole mini-batch and all ranks: weighted token counts of the two
-    streams, and of verified proposals.
-    """
+    """Normalisers over the whole mini-batch and all ranks."""
 
+    # weighted number of supervised tokens; of blocks under a loss of whole blocks
     response: float
+    # weighted number of rejected tokens
     rejected: float
+    # number of verified proposals, what the confidence stream is normalised by
     verified: float = 0.0
 
-    def denominator(self, spec: LossSpec) -> float:
+    def denominator(self, options: LossOptions) -> float:
         return (
-            spec.response_stream_weight * self.response
-            + spec.rejected_stream_weight * self.rejected
+            options.response_stream_weight * self.response
+            + options.rejected_stream_weight * self.rejected
         )
 
 
 def stream_totals(
-    plans: Sequence[BlockPlan], response_lens: Sequence[int], spec: LossSpec
+    plans: Sequence[BlockPlan], response_lens: Sequence[int], options: LossOptions
 ) -> StreamTotals:
     """Count what a mini-batch supervises before it is split over ranks and micro-batches.
 
@@ -240,21 +209,21 @@ def stream_totals(
     """
     decided = (
         float(sum(len(verified_proposals(plan)) for plan in plans))
-        if spec.confidence_weight
+        if options.confidence_weight
         else 0.0
     )
-    if spec.response_loss in BLOCK_LOSSES:
+    if options.response_loss in BLOCK_LOSSES:
         return StreamTotals(float(sum(count_chains(plan) for plan in plans)), 0.0, decided)
-    if spec.convention == "draft_opd" and spec.response_position_decay == 1.0:
+    if options.convention == "draft_opd" and options.response_position_decay == 1.0:
         response = float(sum(response_lens))
     else:
         response = sum(
-            spec.response_position_decay ** (offset - 1)
+            options.response_position_decay ** (offset - 1)
             for plan in plans
             for offset in plan.response_offset
         )
     rejected = sum(
-        spec.rejected_position_decay ** (offset - 1)
+        options.rejected_position_decay ** (offset - 1)
         for plan in plans
         for offset in plan.rejected_offset
     )
@@ -272,7 +241,7 @@ def combine(
     rejected_values: Tensor,
     rejected_offsets: Tensor,
     totals: StreamTotals,
-    spec: LossSpec,
+    options: LossOptions,
 ) -> Tensor:
     """This micro-batch's part of the loss, a float32 scalar: weighted sums of both streams over the
     global denominator.
@@ -280,80 +249,26 @@ def combine(
     Parts add up over micro-batches and ranks to the loss of the whole mini-batch. A denominator of
     0 gives 0, still attached to the graph.
     """
-    denominator = totals.denominator(spec)
+    denominator = totals.denominator(options)
     limit = (
-        None if spec.policy_gradient else spec.loss_max_clamp
+        None if options.policy_gradient else options.loss_max_clamp
     )  # there it bounds the advantages already
     response = (
         clamp_values(response_values, limit)
-        * position_weights(response_offsets, spec.response_position_decay)
+        * position_weights(response_offsets, options.response_position_decay)
     ).sum()
     rejected = (
-        clamp_values(rejected_values, spec.loss_max_clamp)
-        * position_weights(rejected_offsets, spec.rejected_position_decay)
+        clamp_values(rejected_values, options.loss_max_clamp)
+        * position_weights(rejected_offsets, options.rejected_position_decay)
     ).sum()
-    numerator = spec.response_stream_weight * response + spec.rejected_stream_weight * rejected
+    numerator = (
+        options.response_stream_weight * response + options.rejected_stream_weight * rejected
+    )
     return numerator / denominator if denominator > 0 else numerator * 0.0
 
 
-def loss_metrics(
-    response_values: Tensor, rejected_values: Tensor, part: Tensor, spec: LossSpec
-) -> StepMetrics:
-    """Measurements of one micro-batch; `part` is what `combine` returned, so distillation/loss sums
-    to the global loss.
-    """
-    metrics, prefix = StepMetrics(), "actor/distillation/"
-    metrics.add_sum(prefix + "loss", float(part.detach()))
-    response, rejected = response_values.detach(), rejected_values.detach()
-    if response.numel():
-        metrics.add_min(prefix + "loss_min", float(response.min()))
-        metrics.add_max(prefix + "loss_max", float(response.max()))
-        metrics.add_mean(prefix + "abs_loss", float(response.abs().sum()), response.numel())
-        clamped = clamp_values(response, spec.loss_max_clamp)
-        metrics.add_mean(prefix + "non_rejected_token_loss", float(clamped.sum()), response.numel())
-        if spec.response_loss in ("forward_kl", "full_forward_kl", TOP_K_LOSS):
-            metrics.add_mean(prefix + "forward_kl_loss", float(response.sum()), response.numel())
-        if spec.response_loss in ESTIMATORS:
-            metrics.add_mean(prefix + "reverse_kl_loss", float(response.sum()), response.numel())
-        if spec.loss_max_clamp is not None:
-            metrics.add_mean(
-                prefix + "loss_clamp_fraction",
-                float((response.abs() >= spec.loss_max_clamp).sum()),
-                response.numel(),
-            )
-    if rejected.numel():
-        clamped = clamp_values(rejected, spec.loss_max_clamp)
-        metrics.add_mean(prefix + "rejected_draft_loss", float(clamped.sum()), rejected.numel())
-        direction = "reverse" if spec.rejected_loss in ESTIMATORS else "forward"
-        metrics.add_mean(
-            f"{prefix}rejected_draft_{direction}_kl_loss", float(rejected.sum()), rejected.numel()
-        )
-        metrics.add_sum(prefix + "rejected_draft_token_count", rejected.numel())
-        if spec.loss_max_clamp is not None:
-            share = float((rejected.abs() >= spec.loss_max_clamp).sum())
-            metrics.add_mean(prefix + "rejected_draft_loss_clamp_fraction", share, rejected.numel())
-    metrics.add_sum(prefix + "combined_token_count", response.numel() + rejected.numel())
-    return metrics
-
-
-def mass_metrics(student_mass: Tensor, top_logprobs: Tensor) -> StepMetrics:
-    """How much probability draft and teacher put on the teacher's top tokens; nothing without
-    forward_kl_topk.
-    """
-    metrics, prefix = StepMetrics(), "actor/distillation/"
-    for name, mass in (
-        ("student_mass", student_mass),
-        ("teacher_mass", top_logprobs.exp().sum(-1)),
-    ):
-        if student_mass.numel():
-            metrics.add_mean(prefix + name, float(mass.sum()), mass.numel())
-            metrics.add_min(f"{prefix}{name}_min", float(mass.min()))
-            metrics.add_max(f"{prefix}{name}_max", float(mass.max()))
-    return metrics
-
-
 def confidence_loss(
-    logits: Tensor, accepted: Tensor, totals: StreamTotals, spec: LossSpec
+    logits: Tensor, accepted: Tensor, totals: StreamTotals, options: LossOptions
 ) -> Tensor:
     """This micro-batch's part of the confidence stream: binary cross-entropy between acceptance
     logits [M] and what the target decided [M] (1 or 0), over all verified proposals of the
@@ -362,16 +277,4 @@ def confidence_loss(
     values = torch.nn.functional.binary_cross_entropy_with_logits(
         logits.float(), accepted.float(), reduction="sum"
     )
-    return values * (spec.confidence_weight / totals.verified if totals.verified else 0.0)
-
-
-def confidence_metrics(logits: Tensor, accepted: Tensor) -> StepMetrics:
-    metrics, prefix, count = StepMetrics(), "actor/distillation/dspark_", logits.numel()
-    bce = torch.nn.functional.binary_cross_entropy_with_logits(
-        logits.float(), accepted.float(), reduction="sum"
-    )
-    metrics.add_mean(prefix + "confidence_bce_loss", float(bce), count)
-    metrics.add_mean(prefix + "accept_label_mean", float(accepted.sum()), count)
-    metrics.add_mean(prefix + "confidence_pred_mean", float(logits.float().sigmoid().sum()), count)
-    metrics.add_sum(prefix + "confidence_token_count", count)
-    return metrics
+    return values * (options.confidence_weight / totals.verified if totals.verified else 0.0)

@@ -1,11 +1,17 @@
-"""Options with their rule: what a field of a configuration may hold, declared beside the field."""
+"""Options with their rule: what a field of a configuration may hold, declared beside the field.
+
+The options of losses and anchors are declared here; the section `opd` of the configuration
+inherits them.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, dataclass, field
+from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any
+
+from verl_opd.opd.names import CONVENTIONS, REJECTED_LOSSES, RESPONSE_LOSSES, RESPONSE_SPANS
 
 _RULE = "rule"
 
@@ -86,3 +92,65 @@ def option(default: Any = MISSING, *, factory: Callable[[], Any] | None = None, 
 def rule_of(item: Field[Any]) -> Rule | None:
     """The rule of a dataclass field; None where any value of its type is allowed."""
     return item.metadata.get(_RULE)
+
+
+def check_options(options: Any) -> None:
+    """ValueError for the first field of the dataclass instance `options` that breaks its rule."""
+    for item in fields(options):
+        rule, value = rule_of(item), getattr(options, item.name)
+        if rule is not None and (problem := rule.broken_by(value)):
+            raise ValueError(f"{item.name}={value!r} {problem}")
+
+
+@dataclass(kw_only=True)
+class ConventionOptions:
+    """What anchors and normalisers both depend on."""
+
+    # exact: blocks and counts as the engine drafted; draft_opd: as upstream has them
+    convention: str = option("exact", choices=CONVENTIONS)
+
+
+@dataclass(kw_only=True)
+class AnchorOptions(ConventionOptions):
+    """Which blocks of a rollout are replayed, and which of their slots are supervised."""
+
+    # segment | block: how far after an anchor labels reach
+    response_span: str = option("segment", choices=RESPONSE_SPANS)
+    # keep every s-th response anchor, and the last
+    response_anchor_stride: int = option(1, at_least=1)
+    # per sample, evenly spread, the last kept; 0 = unlimited
+    max_response_anchors: int = option(0, at_least=0)
+    # ablation: response segments at random places of the response, rejections where they were
+    random_anchors: bool = False
+    # of a block's rejected proposals only the first; switches the position decay off
+    rejected_first_only: bool = False
+    max_rejected_tokens: int = option(0, at_least=0)  # rejected proposals per sample; 0 = all
+
+
+@dataclass(kw_only=True)
+class LossOptions(ConventionOptions):
+    """How the two loss streams are scored and weighed."""
+
+    # on the one committed token: forward_kl, k2, k3, abs
+    # on the likeliest tokens of a teacher server: forward_kl_topk
+    # without a teacher: cross_entropy
+    # on the full vocabulary: full_forward_kl, tv, lk_alpha, lk_lambda
+    # e2e_tv: total variation of whole blocks, rejected proposals included (needs
+    # rejected_stream_weight 0)
+    response_loss: str = option("forward_kl", choices=RESPONSE_LOSSES)
+    rejected_loss: str = option("k3", choices=REJECTED_LOSSES)  # on the rejected token
+    # values of response_loss (k1, k2, k3, abs) become advantages of a PPO-clipped policy gradient
+    # on the committed tokens
+    policy_gradient: bool = False
+    clip_ratio: float = option(0.2, above=0)
+    response_stream_weight: float = option(1.0, at_least=0)
+    rejected_stream_weight: float = option(1.0, at_least=0)
+    # of the confidence stream, for drafts with such a head
+    confidence_weight: float = option(1.0, at_least=0)
+    # gamma, weight gamma^(offset-1); 1 = off
+    rejected_position_decay: float = option(0.8, above=0, at_most=1)
+    response_position_decay: float = option(1.0, above=0, at_most=1)
+    # bounds every per-token value, after log_prob_min_clamp; clamped tokens carry no gradient
+    loss_max_clamp: float | None = option(10.0, above=0)
+    # bounds the single-token log-probs of both streams from below, of draft and target alike
+    log_prob_min_clamp: float | None = option(-10.0, below=0)

@@ -7,58 +7,69 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 
 from verl_opd.opd.metrics import StepMetrics
 from verl_opd.opd.names import CONVENTIONS, RESPONSE_SPANS
+from verl_opd.opd.options import AnchorOptions
 from verl_opd.opd.trace import Rejection, RolloutSample, TeacherScores, boundaries, rejections
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BlockPlan:
     """The blocks of one sample that the draft replays, and what is supervised in them.
 
-    block_size: B = 1 anchor slot + B-1 proposal slots. anchors: response position per block (-1 =
-    last prompt token), unique, ascending. The two streams are flat parallel tuples, one entry per
-    supervised slot; `*_block` indexes anchors, `*_offset` is 1-based (1..B-1). Slot (block n,
-    offset j) predicts response position anchors[n] + j; see layout.py for tensor indices.
-    response_*: committed tokens (label = the response token there). refused_*: rejected proposals
-    with the engine's target log-prob. drafted: what the engine proposed in each block, accepted or
-    not, per anchor; empty for a block that no engine drafted. accepted: how many of them the target
-    accepted and the response holds; ended: whether the response ended there, before a proposal was
-    rejected.
+    Slot (block n, offset j) predicts response position anchors[n] + j; see layout.py for tensor
+    indices. Each of the two streams is a set of flat parallel tuples, one entry per supervised
+    slot.
     """
 
+    # B: 1 anchor slot + B-1 proposal slots
     block_size: int
+    # response position per block (-1 = last prompt token), unique, ascending; N entries
     anchors: tuple[int, ...]
-    response_block: tuple[int, ...]
-    response_offset: tuple[int, ...]
-    response_label: tuple[int, ...]
-    rejected_block: tuple[int, ...]
-    rejected_offset: tuple[int, ...]
-    rejected_token: tuple[int, ...]
-    rejected_logprob: tuple[float, ...]
+
+    # response stream, committed tokens: index into anchors
+    response_block: tuple[int, ...] = ()
+    # 1-based place in the block, 1..B-1
+    response_offset: tuple[int, ...] = ()
+    # the response's token there
+    response_label: tuple[int, ...] = ()
+
+    # rejected stream, rejected proposals: index into anchors
+    rejected_block: tuple[int, ...] = ()
+    # 1-based place in the block, 1..B-1
+    rejected_offset: tuple[int, ...] = ()
+    rejected_token: tuple[int, ...] = ()
+    # the target's, as the engine recorded it
+    rejected_logprob: tuple[float, ...] = ()
+
+    # per anchor, what the engine proposed, accepted or not; empty for a block it did not draft
     drafted: tuple[tuple[int, ...], ...] = ()
+    # per anchor, how many proposals the target accepted and the response holds
     accepted: tuple[int, ...] = ()
+    # per anchor, whether the response ended there, before a proposal was rejected
     ended: tuple[bool, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainItem:
-    """What a training rank needs of one sample: token ids and its blocks.
+    """What a training rank needs of one sample: token ids and its blocks."""
 
-    For the policy-gradient form: old_logprobs, the drafting draft's log-prob of every response
-    label (parallel to plan.response_label), and reward, the sample's part of the advantage.
-    teacher: a server's scores of the response, which then replace those of the trainer's target.
-    """
-
+    # as RolloutSample.sample_id
     sample_id: str
+    # token ids [P]
     prompt_ids: tuple[int, ...]
+    # token ids [R]
     response_ids: tuple[int, ...]
     plan: BlockPlan
+    # policy-gradient form: the drafting draft's log-prob of every plan.response_label
     old_logprobs: tuple[float, ...] = ()
+    # policy-gradient form: the sample's part of the advantage
     reward: float = 0.0
+    # a server's scores of the response, which then replace those of the trainer's target
     teacher: TeacherScores | None = None
 
 
@@ -71,69 +82,68 @@ def item_rng(seed: int, step: int, key: str) -> np.random.Generator:
 
 def plan_opd(
     sample: RolloutSample,
+    options: AnchorOptions,
     *,
     block_size: int,
-    convention: str = "exact",
-    response_span: str = "segment",
-    response_anchor_stride: int = 1,
-    max_response_anchors: int = 0,
-    random_anchor_seed: int | None = None,
-    rejected_first_only: bool = False,
-    max_rejected_tokens: int = 0,
-    autoregressive: bool = False,
+    seed: int,
+    autoregressive: bool,
 ) -> BlockPlan:
     """The blocks of one on-policy sample.
 
-    convention exact: one block per verify step, anchored where the engine anchored it. draft_opd:
-    the upstream rule, in which each segment starts at the previous segment's last token, the first
-    one at the last prompt token (anchor -1). response_span segment: labels reach to the end of the
-    verify step (accepted proposals and the correction; a bonus token has no slot). block: labels
-    reach to the end of the block or the response. response_anchor_stride s keeps every s-th
-    response anchor, max_response_anchors C > 0 then C evenly spread ones; both keep the last one.
-    random_anchor_seed: an ablation that moves the response segments, lengths kept, to random
-    places; None = off. rejected_first_only keeps the first rejected token of a block,
-    max_rejected_tokens M > 0 the first M of the sample; rejections keep their blocks whatever
-    happens to response anchors. autoregressive: a slot reads the proposal before it
-    (DraftFamily.autoregressive). After the first rejected proposal the chain has left the response,
-    so no label of the response is right there: a drafted block's labels end with the correction,
-    whatever the span.
+    Under the convention exact there is one block per verify step, anchored where the engine
+    anchored it. Under draft_opd each segment starts at the previous segment's last token, the first
+    one at the last prompt token (anchor -1). Labels of a segment reach to the end of the verify
+    step: accepted proposals and the correction; a bonus token has no slot. seed: only of random
+    anchors. Rejections keep their blocks whatever happens to response anchors.
+
+    autoregressive: a slot reads the proposal before it (DraftFamily.autoregressive). After the
+    first rejected proposal the chain has left the response, so no label of the response is right
+    there: a drafted block's labels end with the correction, whatever the span.
     """
-    if response_span not in RESPONSE_SPANS:
-        raise ValueError(f"response_span={response_span!r} is none of {', '.join(RESPONSE_SPANS)}")
-    length = len(sample.response_ids)
-    pairs = _strided(_segments(sample, convention), response_anchor_stride)
-    pairs = _subsample(pairs, max_response_anchors)
-    if random_anchor_seed is not None:
-        pairs = _scatter(
-            sample,
-            pairs,
-            block_size,
-            first=0 if convention == "exact" else -1,
-            seed=random_anchor_seed,
+    if options.response_span not in RESPONSE_SPANS:
+        raise ValueError(
+            f"response_span={options.response_span!r} is none of {', '.join(RESPONSE_SPANS)}"
         )
+    steps, last = sample.trace.steps, len(sample.response_ids) - 1
+    reaches = {step.anchor: step.accepted + 1 for step in steps} if autoregressive else {}
     spans = []
-    on_chain = (
-        {step.anchor: step.accepted + 1 for step in sample.trace.steps} if autoregressive else {}
+    for anchor, end in _chosen_segments(sample, options, block_size, seed):
+        reach = end if options.response_span == "segment" else last
+        spans.append((anchor, min(reach - anchor, block_size - 1, reaches.get(anchor, block_size))))
+    return _assemble(
+        block_size,
+        sample.response_ids,
+        spans,
+        _chosen_rejections(sample, options, block_size),
+        drafted={step.anchor: step.drafted[: block_size - 1] for step in steps},
+        # a step that the end of the response cut short: the target verified what lies behind the
+        # end, but that stands for no state of a rollout
+        accepted={
+            step.anchor: min(step.accepted, step.committed, block_size - 1) for step in steps
+        },
+        ended={step.anchor for step in steps if step.committed <= step.accepted},
     )
-    for anchor, end in pairs:
-        reach = end if response_span == "segment" else length - 1
-        spans.append(
-            (anchor, min(reach - anchor, block_size - 1, on_chain.get(anchor, block_size)))
-        )
+
+
+def _chosen_segments(
+    sample: RolloutSample, options: AnchorOptions, block_size: int, seed: int
+) -> list[tuple[int, int]]:
+    """(anchor, last supervised position) of the segments that stay."""
+    pairs = _strided(_segments(sample, options.convention), options.response_anchor_stride)
+    pairs = _subsample(pairs, options.max_response_anchors)
+    if not options.random_anchors:
+        return pairs
+    first = 0 if options.convention == "exact" else -1
+    return _scatter(sample, pairs, block_size, first, seed)
+
+
+def _chosen_rejections(
+    sample: RolloutSample, options: AnchorOptions, block_size: int
+) -> list[Rejection]:
     rejected = [item for item in rejections(sample.trace) if item.offset < block_size]
-    if rejected_first_only:
+    if options.rejected_first_only:
         rejected = list({item.anchor: item for item in reversed(rejected)}.values())[::-1]
-    if max_rejected_tokens:
-        rejected = rejected[:max_rejected_tokens]
-    drafted = {step.anchor: step.drafted[: block_size - 1] for step in sample.trace.steps}
-    # a step that the end of the response cut short: what lies behind the end was verified, but
-    # stands for no state of a rollout
-    accepted = {
-        step.anchor: min(step.accepted, step.committed, block_size - 1)
-        for step in sample.trace.steps
-    }
-    ended = {step.anchor for step in sample.trace.steps if step.committed <= step.accepted}
-    return _assemble(block_size, sample.response_ids, spans, rejected, drafted, accepted, ended)
+    return rejected[: options.max_rejected_tokens or None]
 
 
 def _segments(sample: RolloutSample, convention: str) -> list[tuple[int, int]]:
@@ -177,7 +187,7 @@ def _scatter(
     return moved
 
 
-def plan_warmup(
+def plan_sft(
     sample: RolloutSample, *, block_size: int, anchors_per_sample: int, rng: np.random.Generator
 ) -> BlockPlan:
     """Whole blocks at up to `anchors_per_sample` distinct uniform anchors in 0..R-2, every slot
@@ -189,13 +199,13 @@ def plan_warmup(
     ends = _run_ends(sample)
     candidates = np.array([anchor for anchor, end in enumerate(ends) if end > anchor], dtype=int)
     if not len(candidates):
-        return _assemble(block_size, sample.response_ids, [], [], {}, {}, set())
+        return BlockPlan(block_size=block_size, anchors=())
     chosen = rng.choice(
         len(candidates), size=min(anchors_per_sample, len(candidates)), replace=False
     )
     anchors = [int(candidates[i]) for i in sorted(chosen)]
     spans = [(anchor, min(block_size - 1, ends[anchor] - anchor)) for anchor in anchors]
-    return _assemble(block_size, sample.response_ids, spans, [], {}, {}, set())
+    return _assemble(block_size, sample.response_ids, spans)
 
 
 def _run_ends(sample: RolloutSample) -> list[int]:
@@ -226,13 +236,13 @@ def _assemble(
     block_size: int,
     response_ids: Sequence[int],
     spans: Sequence[tuple[int, int]],
-    rejected: Sequence[Rejection],
-    drafted: Mapping[int, tuple[int, ...]],
-    accepted: Mapping[int, int],
-    ended: Set[int],
+    rejected: Sequence[Rejection] = (),
+    drafted: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
+    accepted: Mapping[int, int] = MappingProxyType({}),
+    ended: Set[int] = frozenset(),
 ) -> BlockPlan:
-    """spans: (anchor, number of supervised offsets, at least 1). A block is there for its span, its
-    rejections, or both. drafted, accepted: by anchor; ended: anchors.
+    """A plan from spans (anchor, number of supervised offsets, at least 1) and rejections; every
+    block has one of them, or both. drafted, accepted: by anchor; ended: anchors.
     """
     anchors = tuple(sorted({anchor for anchor, _ in spans} | {item.anchor for item in rejected}))
     index = {anchor: position for position, anchor in enumerate(anchors)}

@@ -4,30 +4,29 @@ records).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
 
 import numpy as np
 
 
 @dataclass(frozen=True)
 class VerifyStep:
-    """One verification of one drafted block.
+    """One verification of one drafted block."""
 
-    anchor: response position (0-based; 0 = the token sampled by prefill) of the block's first,
-    already known token. drafted: the K proposed token ids; proposal j (1-based offset) stands at
-    response position anchor + j. accepted: a, how many leading proposals the target accepted (0 <=
-    a <= K). committed: tokens that entered the response, a + 1 (correction or bonus included)
-    unless the response ended inside the block. rejected_logprobs: natural-log target probability of
-    every rejected proposal drafted[a:], conditioned on the draft's own prefix.
-    """
-
+    # response position (0-based; 0 = the token sampled by prefill) of the block's first, already
+    # known token
     anchor: int
+    # the K proposed token ids; proposal j (1-based offset) stands at response position anchor + j
     drafted: tuple[int, ...]
+    # a, how many leading proposals the target accepted (0 <= a <= K)
     accepted: int
+    # tokens that entered the response: a + 1 (correction or bonus included) unless the response
+    # ended inside the block
     committed: int
+    # natural-log target probability of every rejected proposal drafted[a:], conditioned on the
+    # draft's own prefix
     rejected_logprobs: tuple[float, ...]
 
     def __post_init__(self) -> None:
@@ -47,27 +46,27 @@ class VerifyStep:
 
 @dataclass(frozen=True)
 class VerifyTrace:
-    """The verify steps of one response, in order, plus the response positions committed by
-    draft-free decode steps.
-    """
+    """How one response was verified."""
 
+    # R, tokens of the response
     response_len: int
+    # in order
     steps: tuple[VerifyStep, ...]
+    # response positions committed by decode steps without a draft
     draft_free: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
 class TeacherScores:
-    """What a teacher server says about one response of R tokens, each given the prompt and all
-    tokens before it; natural logarithms.
-
-    logprobs [R] float32: of the response's own tokens. top_ids [R, k] int32 and top_logprobs [R, k]
-    float32: of the k most likely ones, best first; k is 0 when nobody asked for them. ValueError
-    when the shapes disagree.
+    """A teacher server's scores of one response of R tokens, each token given the prompt and all
+    tokens before it; natural logarithms. ValueError when the shapes disagree.
     """
 
+    # [R] float32: of the response's own tokens
     logprobs: np.ndarray
+    # [R, k] int32: the k most likely tokens, best first; k = 0 when they were not requested
     top_ids: np.ndarray
+    # [R, k] float32: of top_ids
     top_logprobs: np.ndarray
 
     def __post_init__(self) -> None:
@@ -82,24 +81,27 @@ class TeacherScores:
             )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RolloutSample:
-    """One finished response and how it was drafted.
+    """One finished response and how it was drafted."""
 
-    sample_id: stable name of the data row and epoch, "<epoch>-<row>"; draft_version: version of the
-    draft that proposed the blocks; finish_reason: stop | length | abort, as the engine reports it;
-    teacher: its scores when a teacher server was asked. supervised: per response token, whether the
-    target would have generated it, for text that was given (a conversation); None = all of them.
-    """
-
+    # stable name of the data row and epoch, "<epoch>-<row>"
     sample_id: str
+    # which benchmark or data set the row belongs to
     data_source: str
+    # token ids [P]
     prompt_ids: tuple[int, ...]
+    # token ids [R]
     response_ids: tuple[int, ...]
     trace: VerifyTrace
+    # version of the draft that proposed the blocks
     draft_version: int
+    # stop | length | abort, as the engine reports it
     finish_reason: str
+    # scores of a teacher server, in runs that have one
     teacher: TeacherScores | None = None
+    # per response token, whether the target would have generated it, for text that was given (a
+    # conversation); None = all of them
     supervised: tuple[bool, ...] | None = None
 
 
@@ -120,13 +122,14 @@ Event = tuple[int, Sequence[int], Sequence[float]]
 
 @dataclass(frozen=True)
 class Rejection:
-    """One rejected proposal: block anchor, 1-based offset in the block, token id, target log-prob
-    on the draft's own prefix.
-    """
+    """One rejected proposal."""
 
+    # response position of its block's anchor
     anchor: int
+    # 1-based place in the block
     offset: int
     token: int
+    # the target's, on the draft's own prefix
     logprob: float
 
 
@@ -228,84 +231,3 @@ def check_trace(trace: VerifyTrace, response_ids: Sequence[int]) -> None:
                 f"and replaced by itself (token {response_ids[end]}): "
                 "the engine does not verify exactly"
             )
-
-
-def to_extra_fields(trace: VerifyTrace) -> dict[str, Any]:
-    """The wire form of a trace: the `dflash_*` extra fields of a sample, lists and numbers only.
-    All keys are always there.
-
-    dflash_reject_token_indices: the end of *every* verify step (the name is historical);
-    dflash_reject_token_count counts them, and dflash_empty_reject_token_indices is 1 when a
-    response has none. dflash_rejected_draft_*: one entry per rejected proposal, suffix included:
-    anchor of its block, its own response position anchor + offset (in the suffix possibly past the
-    end), offset, token, target log-prob. dflash_replay_block_*: every block, its drafted tokens and
-    the log-probs of its rejected ones flattened. A trace is rebuilt from these.
-    dflash_draft_free_token_indices: positions committed without drafting. dflash_accept_length:
-    tau, 0 without verify steps.
-    """
-    rejected, ends = rejections(trace), boundaries(trace)
-    return {
-        "dflash_reject_token_indices": ends,
-        "dflash_rejected_draft_anchor_indices": [item.anchor for item in rejected],
-        "dflash_rejected_draft_token_indices": [item.anchor + item.offset for item in rejected],
-        "dflash_rejected_draft_offsets": [item.offset for item in rejected],
-        "dflash_rejected_draft_token_ids": [item.token for item in rejected],
-        "dflash_rejected_draft_teacher_logprobs": [item.logprob for item in rejected],
-        "dflash_replay_block_anchor_indices": [step.anchor for step in trace.steps],
-        "dflash_replay_block_accepted_lengths": [step.accepted for step in trace.steps],
-        "dflash_replay_block_drafted_lengths": [len(step.drafted) for step in trace.steps],
-        "dflash_replay_block_drafted_token_ids": [
-            token for step in trace.steps for token in step.drafted
-        ],
-        "dflash_replay_block_refused_logprobs": [
-            value for step in trace.steps for value in step.rejected_logprobs
-        ],
-        "dflash_draft_free_token_indices": list(trace.draft_free),
-        "dflash_reject_token_count": len(ends),
-        "dflash_non_reject_token_count": trace.response_len - len(ends),
-        "dflash_empty_reject_token_indices": int(trace.response_len > 0 and not ends),
-        "dflash_num_verify_steps": len(trace.steps),
-        "dflash_accept_length": accept_length(trace) or 0.0,
-    }
-
-
-_ALL_KEYS = tuple(to_extra_fields(VerifyTrace(0, ())))
-_REFUSAL_KEYS = tuple(key for key in _ALL_KEYS if key.startswith("dflash_rejected_draft_"))
-_BLOCK_KEYS = (
-    "dflash_replay_block_anchor_indices",
-    "dflash_replay_block_accepted_lengths",
-    "dflash_replay_block_drafted_lengths",
-)
-
-
-def from_extra_fields(fields: Mapping[str, Any], response_len: int) -> VerifyTrace:
-    """Invert `to_extra_fields`; ValueError names the keys that are missing or whose lengths
-    disagree.
-    """
-    missing = [key for key in _ALL_KEYS if key not in fields]
-    if missing:
-        raise ValueError(f"extra fields lack {', '.join(missing)}")
-    for group in (_BLOCK_KEYS, _REFUSAL_KEYS):
-        lengths = {key: len(fields[key]) for key in group}
-        if len(set(lengths.values())) > 1:
-            raise ValueError(f"parallel lists of different lengths: {lengths}")
-    anchors, accepted, drafted = (fields[key] for key in _BLOCK_KEYS)
-    tokens, logprobs = (
-        fields["dflash_replay_block_drafted_token_ids"],
-        fields["dflash_replay_block_refused_logprobs"],
-    )
-    if len(tokens) != sum(drafted) or len(logprobs) != sum(drafted) - sum(accepted):
-        raise ValueError(
-            f"dflash_replay_block_drafted_token_ids has {len(tokens)} and "
-            f"dflash_replay_block_refused_logprobs {len(logprobs)} entries, "
-            f"but blocks of {sum(drafted)} proposals with {sum(accepted)} accepted were announced"
-        )
-    steps, token, logprob = [], 0, 0
-    for anchor, hits, count in zip(anchors, accepted, drafted, strict=True):
-        committed = min(hits + 1, response_len - 1 - anchor)
-        rejected = tuple(logprobs[logprob : logprob + count - hits])
-        steps.append(
-            VerifyStep(anchor, tuple(tokens[token : token + count]), hits, committed, rejected)
-        )
-        token, logprob = token + count, logprob + count - hits
-    return VerifyTrace(response_len, tuple(steps), tuple(fields["dflash_draft_free_token_indices"]))

@@ -17,7 +17,8 @@ import ray
 from verl_opd.data.prompts import Prompt
 from verl_opd.errors import ConfigError, RolloutError
 from verl_opd.logs import open_log
-from verl_opd.opd.trace import RolloutSample, from_extra_fields
+from verl_opd.opd.trace import RolloutSample
+from verl_opd.opd.wire import from_extra_fields
 from verl_opd.process import redirect_output
 from verl_opd.rollout.server import GenerateResult
 from verl_opd.rollout.teacher import Teachers

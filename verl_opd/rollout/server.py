@@ -18,7 +18,7 @@ from verl_opd.engines.http import HttpServer
 from verl_opd.engines.settings import EngineSettings, Speculation
 from verl_opd.engines.vllm import VllmEngine
 from verl_opd.errors import RolloutError
-from verl_opd.opd.trace import to_extra_fields
+from verl_opd.opd.wire import to_extra_fields
 from verl_opd.rollout.trace_check import TraceCheck
 from verl_opd.snapshot import DraftSnapshot
 from verl_opd.targets.layers import to_vllm_aux_ids

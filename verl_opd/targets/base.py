@@ -1,4 +1,4 @@
-"""What training needs of a frozen target, wherever it runs."""
+"""What training asks of a frozen target, wherever it runs."""
 
 from __future__ import annotations
 
@@ -9,27 +9,25 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class TargetFeatures:
-    """aux [b, S, n*h]: outputs of the requested layers, concatenated in id order given. last_hidden
-    [b, S, h]: after the final norm, so that last_hidden @ lm_head.T are the target's own logits;
-    row r scores token r + 1.
+class Features:
+    """What a frozen target computes for b padded sequences; rows beyond a sequence's true length
+    are undefined.
     """
 
+    # [b, S, n*h]: outputs of the requested layers, concatenated in the order of their ids
     aux: Tensor
+    # [b, S, h]: after the final norm, so that TargetHead.weight turns row r into the target's own
+    # logits for token r + 1
     last_hidden: Tensor
 
 
-class TargetBackend(Protocol):
-    """lm_head_weight [V, h], frozen."""
+class FeatureSource(Protocol):
+    """Where the features of a frozen target come from."""
 
-    lm_head_weight: Tensor
+    # whether rejected tokens, which stand in no response, can be read as well (losses of whole
+    # blocks)
+    reads_branches: bool
 
-    def features(self, input_ids: Tensor, lengths: Tensor) -> TargetFeatures:
-        """Features of right-padded sequences input_ids [b, S] int64 with true lengths [b]; rows
-        beyond a length are undefined.
-        """
-        ...
-
-    def embed(self, ids: Tensor) -> Tensor:
-        """Input embeddings [..., h] of token ids [...]."""
+    def features(self, input_ids: Tensor, lengths: Tensor) -> Features:
+        """Features of right-padded sequences input_ids [b, S] int64 with true lengths [b]."""
         ...

@@ -10,9 +10,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from verl_opd.errors import ConfigError
-from verl_opd.targets.base import TargetFeatures
+from verl_opd.targets.base import Features
+from verl_opd.targets.head import TargetHead
 
-# Model types whose vLLM implementation hands out aux hidden states and whose rotary layout a DFlash
+# Model types whose vLLM implementation gives aux hidden states and whose rotary layout a DFlash
 # draft of ours shares.
 SUPPORTED = ("llama", "qwen2", "qwen3")
 
@@ -27,10 +28,14 @@ def check_target_supported(config: PretrainedConfig) -> None:
         )
 
 
-class HFTarget:
-    """Features of a frozen transformers model: eval mode, no gradient, decoder only (full-sequence
-    logits are never built).
+class HFSource:
+    """A FeatureSource over a transformers model in this process: eval mode, no gradient, decoder
+    only (full-sequence logits are never built).
+
+    head: the model's own embedding and LM head, not copies.
     """
+
+    reads_branches = True
 
     def __init__(
         self,
@@ -56,12 +61,14 @@ class HFTarget:
             )
         model.requires_grad_(False).eval().to(device)
         self._decoder = model.get_decoder()
-        self._embedding = model.get_input_embeddings()
         self._layer_ids = list(layer_ids)
         self._captured: dict[int, Tensor] = {}
         for layer_id in self._layer_ids:
             self._decoder.layers[layer_id].register_forward_hook(self._capture(layer_id))
-        self.lm_head_weight: Tensor = model.get_output_embeddings().weight
+        self.head = TargetHead(
+            embedding=model.get_input_embeddings().weight.detach(),
+            weight=model.get_output_embeddings().weight.detach(),
+        )
 
     def _capture(self, layer_id: int) -> Any:
         # A hook, not output_hidden_states: that list ends with the normed state, so the last
@@ -72,15 +79,13 @@ class HFTarget:
         return hook
 
     @torch.no_grad()
-    def features(self, input_ids: Tensor, lengths: Tensor) -> TargetFeatures:
+    def features(self, input_ids: Tensor, lengths: Tensor) -> Features:
+        # [b, S], True on real tokens
         mask = torch.arange(input_ids.shape[1], device=input_ids.device) < lengths.unsqueeze(-1)
+        # [b, S, h]
         last = self._decoder(
             input_ids=input_ids, attention_mask=mask.long(), use_cache=False
         ).last_hidden_state
+        # [b, S, n*h]
         aux = torch.cat([self._captured.pop(layer_id) for layer_id in self._layer_ids], dim=-1)
-        return TargetFeatures(aux, last)
-
-    @torch.no_grad()
-    def embed(self, ids: Tensor) -> Tensor:
-        embedded: Tensor = self._embedding(ids)
-        return embedded
+        return Features(aux, last)

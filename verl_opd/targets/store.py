@@ -9,26 +9,24 @@ from collections import OrderedDict
 import torch
 from torch import Tensor
 
-from verl_opd.targets.base import TargetBackend, TargetFeatures
+from verl_opd.targets.base import Features, FeatureSource
 
 
-class CachedTarget:
-    """A TargetBackend in front of another one. Sequences are found by their token ids; the least
+class FeatureStore:
+    """A FeatureSource in front of another one. Sequences are found by their token ids; the least
     recently used go first beyond `max_bytes`.
 
     A frozen target gives the same features every time, so nothing ever has to be invalidated.
     """
 
-    def __init__(self, inner: TargetBackend, max_bytes: int) -> None:
-        self._inner, self._max_bytes, self._bytes = inner, max_bytes, 0
+    def __init__(self, source: FeatureSource, max_bytes: int) -> None:
+        self._source, self._max_bytes, self._bytes = source, max_bytes, 0
+        # token ids -> (aux [L, n*h], last hidden state [L, h]) of a sequence of L tokens
         self._rows: OrderedDict[bytes, tuple[Tensor, Tensor]] = OrderedDict()
-        self.lm_head_weight = inner.lm_head_weight
+        self.reads_branches = source.reads_branches
         self.hits = self.misses = 0
 
-    def embed(self, ids: Tensor) -> Tensor:
-        return self._inner.embed(ids)
-
-    def features(self, input_ids: Tensor, lengths: Tensor) -> TargetFeatures:
+    def features(self, input_ids: Tensor, lengths: Tensor) -> Features:
         counts = lengths.tolist()
         keys = [
             row[:count].cpu().numpy().tobytes()
@@ -40,7 +38,7 @@ class CachedTarget:
         fresh: dict[bytes, tuple[Tensor, Tensor]] = {}
         if missing:
             index = torch.tensor(missing, device=input_ids.device)
-            computed = self._inner.features(input_ids[index], lengths[index])
+            computed = self._source.features(input_ids[index], lengths[index])
             for row, i in enumerate(missing):
                 fresh[keys[i]] = (
                     computed.aux[row, : counts[i]].clone(),
@@ -49,7 +47,7 @@ class CachedTarget:
         rows = [fresh.get(key) or self._rows[key] for key in keys]
         self._keep(fresh, keys)
         length = input_ids.shape[1]
-        return TargetFeatures(
+        return Features(
             _pad([aux for aux, _ in rows], length), _pad([last for _, last in rows], length)
         )
 

@@ -14,7 +14,7 @@ import ray
 from verl_opd.config.schema import Config
 from verl_opd.devices import actor_environment, resolve_device
 from verl_opd.logs import open_log
-from verl_opd.opd.losses import LossSpec, StreamTotals
+from verl_opd.opd.losses import LossSettings, StreamTotals
 from verl_opd.opd.metrics import StepMetrics
 from verl_opd.opd.plan import TrainItem
 from verl_opd.process import redirect_output
@@ -56,10 +56,10 @@ class TrainWorker:
 
     def open_store(self, address: str) -> int:
         """Open the store through which the ranks meet; its port. On loopback when `address` is,
-        else on all interfaces, as other nodes may know this one by an address that is none of its
-        own. Only on rank 0.
+        else on all interfaces, as other nodes may reach this one under an address that is not one
+        of its own. Only on rank 0.
 
-        The port is bound before anybody hears of it, so no other process can take it in between.
+        The port is bound before its number is passed on: no other process can take it in between.
         """
         from torch.distributed import TCPStore
 
@@ -109,11 +109,11 @@ class TrainWorker:
         self,
         items: list[TrainItem],
         totals: StreamTotals,
-        spec: LossSpec,
+        settings: LossSettings,
         lr: float,
         check_replay: bool = False,
     ) -> StepMetrics:
-        return self._trainer.update(items, totals, spec, lr, check_replay)
+        return self._trainer.update(items, totals, settings, lr, check_replay)
 
     def score(self, items: list[TrainItem]) -> dict[str, tuple[float, ...]]:
         return self._trainer.score(items)

@@ -14,8 +14,7 @@ from verl_opd.config.schema import Config
 from verl_opd.config.validate import validate
 from verl_opd.devices import DEVICES
 from verl_opd.errors import ConfigError
-from verl_opd.opd.losses import REJECTED_LOSSES, RESPONSE_LOSSES
-from verl_opd.opd.names import TOP_K_LOSS
+from verl_opd.opd.names import REJECTED_LOSSES, RESPONSE_LOSSES, TOP_K_LOSS
 from verl_opd.report.trackers import TRACKERS
 from verl_opd.rollout.agent_loop import AGENT_LOOPS
 

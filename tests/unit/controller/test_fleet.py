@@ -23,7 +23,15 @@ from verl_opd.rollout.phases import PhaseMachine
 
 
 def sample(name: str, finish: str = "stop") -> RolloutSample:
-    return RolloutSample(name, "t", (1,), (2, 3), VerifyTrace(2, ()), 0, finish)
+    return RolloutSample(
+        sample_id=name,
+        data_source="t",
+        prompt_ids=(1,),
+        response_ids=(2, 3),
+        trace=VerifyTrace(2, ()),
+        draft_version=0,
+        finish_reason=finish,
+    )
 
 
 def fleet(attempts: list[tuple[list[Any], bool]]) -> Any:
@@ -82,7 +90,15 @@ def test_another_target_in_an_engine_is_named():
 
 def with_logprob(name: str, value: float) -> RolloutSample:
     trace = VerifyTrace(2, (VerifyStep(0, (7,), 0, 1, (value,)),))
-    return RolloutSample(name, "t", (1,), (2, 3), trace, 0, "stop")
+    return RolloutSample(
+        sample_id=name,
+        data_source="t",
+        prompt_ids=(1,),
+        response_ids=(2, 3),
+        trace=trace,
+        draft_version=0,
+        finish_reason="stop",
+    )
 
 
 def test_a_number_is_what_can_be_trained_on():
@@ -98,7 +114,16 @@ def test_a_number_is_what_can_be_trained_on():
         np.zeros((2, 0), np.float32),
     )
     assert not is_finite(
-        RolloutSample("a", "t", (1,), (2, 3), VerifyTrace(2, ()), 0, "stop", scores)
+        RolloutSample(
+            sample_id="a",
+            data_source="t",
+            prompt_ids=(1,),
+            response_ids=(2, 3),
+            trace=VerifyTrace(2, ()),
+            draft_version=0,
+            finish_reason="stop",
+            teacher=scores,
+        )
     )
 
 

@@ -23,10 +23,10 @@ from verl_opd.config.schema import Config
 from verl_opd.controller.loop import due
 from verl_opd.controller.progress import Progress
 from verl_opd.controller.stages import OnPolicy, Supervised
-from verl_opd.controller.updates import mini_batches
 from verl_opd.errors import ReplayError
 from verl_opd.opd.metrics import StepMetrics, reduce_metrics
 from verl_opd.signals import Stopped
+from verl_opd.training.updates import mini_batches
 
 
 @pytest.mark.parametrize(

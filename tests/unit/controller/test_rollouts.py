@@ -25,7 +25,15 @@ from verl_opd.report.timing import Stopwatch
 
 def with_logprob(name: str, value: float) -> RolloutSample:
     trace = VerifyTrace(2, (VerifyStep(0, (7,), 0, 1, (value,)),))
-    return RolloutSample(name, "t", (1,), (2, 3), trace, 0, "stop")
+    return RolloutSample(
+        sample_id=name,
+        data_source="t",
+        prompt_ids=(1,),
+        response_ids=(2, 3),
+        trace=trace,
+        draft_version=0,
+        finish_reason="stop",
+    )
 
 
 class MadeUpFleet:

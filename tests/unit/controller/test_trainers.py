@@ -3,7 +3,22 @@ from verl_opd.opd.plan import BlockPlan, TrainItem
 
 
 def item(name: str, length: int) -> TrainItem:
-    return TrainItem(name, tuple(range(length)), (1,), BlockPlan(4, (), (), (), (), (), (), (), ()))
+    return TrainItem(
+        sample_id=name,
+        prompt_ids=tuple(range(length)),
+        response_ids=(1,),
+        plan=BlockPlan(
+            block_size=4,
+            anchors=(),
+            response_block=(),
+            response_offset=(),
+            response_label=(),
+            rejected_block=(),
+            rejected_offset=(),
+            rejected_token=(),
+            rejected_logprob=(),
+        ),
+    )
 
 
 def test_longest_first_each_to_the_lightest_rank():

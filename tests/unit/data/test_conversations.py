@@ -15,7 +15,7 @@ from tests.tiny import tiny_tokenizer
 from verl_opd.data.conversations import load_conversations, mask_conversation
 from verl_opd.data.rows import read_rows
 from verl_opd.errors import ConfigError
-from verl_opd.opd.plan import item_rng, plan_counts, plan_warmup
+from verl_opd.opd.plan import item_rng, plan_counts, plan_sft
 from verl_opd.opd.trace import RolloutSample, VerifyTrace
 from verl_opd.targets.tokens import stop_token_ids
 
@@ -117,9 +117,16 @@ def test_blocks_of_given_text_stay_within_a_turn() -> None:
     """
     mask = (True, True, True, False, False, True, True, False, True)
     sample = RolloutSample(
-        "0", "s", (1,), tuple(range(9)), VerifyTrace(9, ()), 0, "stop", supervised=mask
+        sample_id="0",
+        data_source="s",
+        prompt_ids=(1,),
+        response_ids=tuple(range(9)),
+        trace=VerifyTrace(9, ()),
+        draft_version=0,
+        finish_reason="stop",
+        supervised=mask,
     )
-    plan = plan_warmup(sample, block_size=4, anchors_per_sample=99, rng=item_rng(0, 0, "x"))
+    plan = plan_sft(sample, block_size=4, anchors_per_sample=99, rng=item_rng(0, 0, "x"))
     slots = [
         (plan.anchors[block], offset)
         for block, offset in zip(plan.response_block, plan.response_offset, strict=True)
@@ -127,11 +134,26 @@ def test_blocks_of_given_text_stay_within_a_turn() -> None:
     assert slots == [(0, 1), (0, 2), (1, 1), (5, 1)]
     assert plan.response_label == (1, 2, 2, 6)
     whole = RolloutSample(
-        "0", "s", (1,), tuple(range(9)), VerifyTrace(9, ()), 0, "stop", supervised=(True,) * 9
+        sample_id="0",
+        data_source="s",
+        prompt_ids=(1,),
+        response_ids=tuple(range(9)),
+        trace=VerifyTrace(9, ()),
+        draft_version=0,
+        finish_reason="stop",
+        supervised=(True,) * 9,
     )
-    fresh = RolloutSample("0", "s", (1,), tuple(range(9)), VerifyTrace(9, ()), 0, "stop")
+    fresh = RolloutSample(
+        sample_id="0",
+        data_source="s",
+        prompt_ids=(1,),
+        response_ids=tuple(range(9)),
+        trace=VerifyTrace(9, ()),
+        draft_version=0,
+        finish_reason="stop",
+    )
     plans = [
-        plan_warmup(given, block_size=4, anchors_per_sample=3, rng=item_rng(0, 0, "x"))
+        plan_sft(given, block_size=4, anchors_per_sample=3, rng=item_rng(0, 0, "x"))
         for given in (whole, fresh)
     ]
     assert plans[0] == plans[1]

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.drafts import MASK, VOCAB, make_layout, target_config
+from tests.options import loss_options, loss_settings, planned
 from tests.training import ObservedTrainer, calm, make_config, save_models
 from verl_opd.config.schema import DraftConfig
 from verl_opd.drafts import get_family
@@ -22,9 +23,9 @@ from verl_opd.drafts.dspark.config import as_dflash
 from verl_opd.drafts.files import write_draft
 from verl_opd.errors import ConfigError
 from verl_opd.opd.layout import build_layout
-from verl_opd.opd.losses import LossSpec, confidence_loss, stream_totals
+from verl_opd.opd.losses import confidence_loss, stream_totals
 from verl_opd.opd.metrics import reduce_metrics
-from verl_opd.opd.plan import TrainItem, plan_opd, verified_proposals
+from verl_opd.opd.plan import TrainItem, verified_proposals
 from verl_opd.opd.trace import Event, RolloutSample, check_trace, trace_from_events
 
 FAMILY, DFLASH, K = get_family("dspark"), get_family("dflash"), 3
@@ -95,7 +96,13 @@ def decode(root: Path, prompt: list[int], length: int) -> RolloutSample:
             ids += [*drafted[:accepted], choice[accepted]]
     response = tuple(ids[len(prompt) : len(prompt) + length])
     sample = RolloutSample(
-        "0-0", "t", tuple(prompt), response, trace_from_events(events, length), 0, "length"
+        sample_id="0-0",
+        data_source="t",
+        prompt_ids=tuple(prompt),
+        response_ids=response,
+        trace=trace_from_events(events, length),
+        draft_version=0,
+        finish_reason="length",
     )
     check_trace(sample.trace, response)
     return sample
@@ -116,9 +123,9 @@ def trainer_for(
 def update(
     trainer: ObservedTrainer, items: list[TrainItem], lr: float = 0.0, **loss: Any
 ) -> dict[str, float]:
-    spec = LossSpec(response_loss="cross_entropy", loss_max_clamp=None, **loss)
+    spec = loss_settings(response_loss="cross_entropy", loss_max_clamp=None, **loss)
     totals = stream_totals(
-        [item.plan for item in items], [len(item.response_ids) for item in items], spec
+        [item.plan for item in items], [len(item.response_ids) for item in items], spec.options
     )
     return reduce_metrics([trainer.update(items, totals, spec, lr, check_replay=True)])
 
@@ -130,10 +137,10 @@ def items_of(root: Path) -> list[TrainItem]:
     ]
     return [
         TrainItem(
-            s.sample_id,
-            s.prompt_ids,
-            s.response_ids,
-            plan_opd(s, block_size=K + 1, autoregressive=True),
+            sample_id=s.sample_id,
+            prompt_ids=s.prompt_ids,
+            response_ids=s.response_ids,
+            plan=planned(s, block_size=K + 1, autoregressive=True),
         )
         for s in samples
     ]
@@ -192,15 +199,15 @@ def test_judged_proposals_are_the_accepted_ones_and_the_first_refused_one() -> N
         (0, [31, 32, 33, 34], [-1.0] * 4),
     ]
     sample = RolloutSample(
-        "0-0",
-        "t",
-        (1, 2),
-        (10, 11, 12, 19, 21, 22, 23, 24, 29, 39),
-        trace_from_events(events, 10),
-        0,
-        "stop",
+        sample_id="0-0",
+        data_source="t",
+        prompt_ids=(1, 2),
+        response_ids=(10, 11, 12, 19, 21, 22, 23, 24, 29, 39),
+        trace=trace_from_events(events, 10),
+        draft_version=0,
+        finish_reason="stop",
     )
-    plan = plan_opd(sample, block_size=5)
+    plan = planned(sample, block_size=5)
     first = [(0, 1, True), (0, 2, True), (0, 3, False)]
     assert verified_proposals(plan) == [
         *first,
@@ -210,14 +217,31 @@ def test_judged_proposals_are_the_accepted_ones_and_the_first_refused_one() -> N
         (1, 4, True),
         (2, 1, False),
     ]
-    cut = RolloutSample("0-0", "t", (1, 2), (10, 11, 12), trace_from_events(events, 3), 0, "stop")
-    assert verified_proposals(plan_opd(cut, block_size=5)) == first[:2], (
+    cut = RolloutSample(
+        sample_id="0-0",
+        data_source="t",
+        prompt_ids=(1, 2),
+        response_ids=(10, 11, 12),
+        trace=trace_from_events(events, 3),
+        draft_version=0,
+        finish_reason="stop",
+    )
+    assert verified_proposals(planned(cut, block_size=5)) == first[:2], (
         "the response ended before the third proposal's place"
     )
-    stream = build_layout([TrainItem("0-0", sample.prompt_ids, sample.response_ids, plan)]).verified
+    stream = build_layout(
+        [
+            TrainItem(
+                sample_id="0-0",
+                prompt_ids=sample.prompt_ids,
+                response_ids=sample.response_ids,
+                plan=plan,
+            )
+        ]
+    ).verified
     assert stream.slot.tolist() == [1, 2, 3, 6, 7, 8, 9, 11]
     assert stream.token.tolist() == [1, 1, 0, 1, 1, 1, 1, 0]
-    spec = LossSpec(confidence_weight=2.0)
+    spec = loss_options(confidence_weight=2.0)
     assert stream_totals([plan], [10], spec).verified == 8
     logits = torch.tensor([1.0, -0.5, 2.0, 0.0, 0.3, -4.0, 1.5, 0.7])
     by_hand = [

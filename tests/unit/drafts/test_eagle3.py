@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from tests.drafts import HIDDEN, VOCAB, make_layout, target_config
+from tests.options import planned
 from tests.rollouts import worked_sample
 from verl_opd.config.schema import DraftConfig
 from verl_opd.drafts import get_family
@@ -19,9 +20,9 @@ from verl_opd.drafts.base import OwnHead, Vocabulary
 from verl_opd.drafts.files import write_draft
 from verl_opd.errors import ConfigError
 from verl_opd.opd.losses import FULL_VOCABULARY
-from verl_opd.opd.plan import plan_opd
+from verl_opd.targets.head import TargetHead
 from verl_opd.training.lm_head import against_target, own_logprobs, own_row_loss
-from verl_opd.training.scoring import TrainableHead
+from verl_opd.training.scoring import Scorer
 
 FAMILY = get_family("eagle3")
 BLOCK = 5
@@ -204,7 +205,7 @@ def test_labels_of_a_drafted_chain_end_with_the_correction() -> None:
     """Behind the first refused proposal the chain has read other tokens than the response holds:
     its next token is no label there.
     """
-    plan = plan_opd(worked_sample(), block_size=4, response_span="block", autoregressive=True)
+    plan = planned(worked_sample(), block_size=4, response_span="block", autoregressive=True)
     supervised = [
         (plan.anchors[b], o) for b, o in zip(plan.response_block, plan.response_offset, strict=True)
     ]
@@ -369,7 +370,9 @@ def test_full_vocabulary_losses_restrict_the_target_to_the_draft_vocabulary() ->
 
 def test_tokens_are_mapped_into_the_draft_vocabulary() -> None:
     rows, own, target = torch.eye(3), torch.diag(torch.tensor([3.0, 2.0, 1.0])), torch.zeros(20, 3)
-    head = TrainableHead(OwnHead(own, Vocabulary(torch.tensor([2, 11, 19]))), target, 8)
+    head = Scorer(
+        TargetHead(target, target), OwnHead(own, Vocabulary(torch.tensor([2, 11, 19]))), 8
+    )
     assert head.gaps(rows, torch.tensor([2, 11, 2])).tolist() == [0.0, 0.0, 1.0]
     with pytest.raises(ValueError, match="token 5 is supervised"):
         head.gaps(rows, torch.tensor([2, 5, 2]))

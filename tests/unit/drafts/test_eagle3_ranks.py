@@ -13,6 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.drafts import target_config
+from tests.options import varied
 from tests.training import (
     BLOCK,
     LR,
@@ -89,7 +90,7 @@ def make_trainer(root: Path, rank: int, world: int, **training: Any) -> Observed
 def outcome(
     trainer: ObservedTrainer, share: list[TrainItem], response_loss: str
 ) -> tuple[Any, dict[str, torch.Tensor]]:
-    spec = replace(SPEC, response_loss=response_loss)
+    spec = varied(SPEC, response_loss=response_loss)
     return trainer.update(share, totals_of(items(), spec), spec, LR), trainer.gradients
 
 

@@ -10,16 +10,22 @@ import pytest
 import torch
 from hypothesis import given
 
+from tests.options import planned
 from tests.rollouts import UNHURRIED, Rollout, rollouts, worked_sample
 from verl_opd.opd.chains import Chains, build_chains, chain_offsets, count_chains, end_to_end
-from verl_opd.opd.plan import TrainItem, plan_opd
+from verl_opd.opd.plan import TrainItem
 
 
 def worked_item() -> TrainItem:
     sample = (
         worked_sample()
     )  # prompt 1..5, response 10..17, blocks at 0 (1 accepted), 2 (all), 6 (none) with 3 proposals
-    return TrainItem("x", sample.prompt_ids, sample.response_ids, plan_opd(sample, block_size=4))
+    return TrainItem(
+        sample_id="x",
+        prompt_ids=sample.prompt_ids,
+        response_ids=sample.response_ids,
+        plan=planned(sample, block_size=4),
+    )
 
 
 def test_positions_of_the_worked_example() -> None:
@@ -48,8 +54,10 @@ def test_positions_of_the_worked_example() -> None:
 @UNHURRIED
 def test_every_row_has_read_what_the_draft_had(rollout: Rollout) -> None:
     sample = rollout.sample
-    plan = plan_opd(sample, block_size=rollout.num_drafts + 1)
-    item = TrainItem("x", sample.prompt_ids, sample.response_ids, plan)
+    plan = planned(sample, block_size=rollout.num_drafts + 1)
+    item = TrainItem(
+        sample_id="x", prompt_ids=sample.prompt_ids, response_ids=sample.response_ids, plan=plan
+    )
     ids = sample.prompt_ids + sample.response_ids
     chains = build_chains([item], len(ids))
     rows = [ids[: i + 1] for i in range(len(ids))]
@@ -81,7 +89,16 @@ def chains_of(lengths: list[int]) -> Chains:
     none = torch.zeros(0, dtype=torch.long)
     block = torch.tensor([b for b, n in enumerate(lengths) for _ in range(n)], dtype=torch.long)
     place = torch.tensor([i for n in lengths for i in range(n)], dtype=torch.long)
-    return Chains(none, none, block, place, none, none.view(0, 0), none, len(lengths))
+    return Chains(
+        sample=none,
+        slot=none,
+        block=block,
+        place=place,
+        row=none,
+        branch_ids=none.view(0, 0),
+        branch_lengths=none,
+        count=len(lengths),
+    )
 
 
 def test_the_documented_value() -> None:

@@ -5,27 +5,43 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.options import planned
 from tests.rollouts import UNHURRIED, Rollout, make_sample, rollouts, worked_sample
 from verl_opd.opd.layout import build_layout, cost, full_anchor, split_micro_batches
-from verl_opd.opd.plan import BlockPlan, TrainItem, item_rng, plan_opd, plan_warmup
+from verl_opd.opd.plan import BlockPlan, TrainItem, item_rng, plan_sft
 from verl_opd.opd.trace import RolloutSample
 
 
 def train_item(sample: RolloutSample, plan: BlockPlan) -> TrainItem:
-    return TrainItem(sample.sample_id, sample.prompt_ids, sample.response_ids, plan)
+    return TrainItem(
+        sample_id=sample.sample_id,
+        prompt_ids=sample.prompt_ids,
+        response_ids=sample.response_ids,
+        plan=plan,
+    )
 
 
 def worked_item(**choices: str) -> TrainItem:
-    return train_item(worked_sample(), plan_opd(worked_sample(), block_size=4, **choices))
+    return train_item(worked_sample(), planned(worked_sample(), block_size=4, **choices))
 
 
 def empty_item(length: int, blocks: int = 0, name: str = "0-0") -> TrainItem:
     """A sample of `length` tokens and `blocks` blocks of four slots that supervises nothing."""
     return TrainItem(
-        name,
-        (1,),
-        tuple(range(length - 1)),
-        BlockPlan(4, tuple(range(blocks)), (), (), (), (), (), (), ()),
+        sample_id=name,
+        prompt_ids=(1,),
+        response_ids=tuple(range(length - 1)),
+        plan=BlockPlan(
+            block_size=4,
+            anchors=tuple(range(blocks)),
+            response_block=(),
+            response_offset=(),
+            response_label=(),
+            rejected_block=(),
+            rejected_offset=(),
+            rejected_token=(),
+            rejected_logprob=(),
+        ),
     )
 
 
@@ -64,7 +80,7 @@ def test_draft_opd_worked_example_starts_at_the_last_prompt_token():
 
 def test_padding_of_samples_and_blocks():
     short = make_sample([(0, [9, 9, 9], [-1.0] * 3)], [20, 21], prompt=[7])
-    layout = build_layout([train_item(short, plan_opd(short, block_size=4)), worked_item()])
+    layout = build_layout([train_item(short, planned(short, block_size=4)), worked_item()])
     assert layout.input_ids.shape == (2, 13)
     assert layout.input_ids[0].tolist() == [7, 20, 21] + [0] * 10
     assert layout.lengths.tolist() == [3, 13]
@@ -93,7 +109,7 @@ def test_a_sample_without_blocks_still_has_one_dropped_block():
 def test_one_token_prompt_can_anchor_the_first_block_of_the_upstream_convention():
     sample = make_sample([(0, [9], [-1.0])], [20, 21], prompt=[7])
     layout = build_layout(
-        [train_item(sample, plan_opd(sample, block_size=3, convention="draft_opd"))]
+        [train_item(sample, planned(sample, block_size=3, convention="draft_opd"))]
     )
     assert layout.anchors.tolist() == [[0, 1]]
     assert layout.response.target_row.tolist() == [0, 1]
@@ -135,7 +151,7 @@ def test_a_plan_that_does_not_fit_its_sample_is_refused(change, message):
 
 
 def test_one_micro_batch_has_one_block_size():
-    other = train_item(worked_sample(), plan_opd(worked_sample(), block_size=3))
+    other = train_item(worked_sample(), planned(worked_sample(), block_size=3))
     with pytest.raises(ValueError, match=r"\[3, 4\]"):
         build_layout([worked_item(), other])
 
@@ -148,7 +164,7 @@ def test_one_micro_batch_has_one_block_size():
 @UNHURRIED
 def test_every_entry_points_at_its_token(batch: list[Rollout], block_size: int, convention: str):
     items = [
-        train_item(r.sample, plan_opd(r.sample, block_size=block_size, convention=convention))
+        train_item(r.sample, planned(r.sample, block_size=block_size, convention=convention))
         for r in batch
     ]
     layout = build_layout(items)
@@ -223,7 +239,7 @@ def test_warmup_blocks_lay_out_as_well():
         [
             train_item(
                 sample,
-                plan_warmup(sample, block_size=3, anchors_per_sample=9, rng=item_rng(0, 0, "a")),
+                plan_sft(sample, block_size=3, anchors_per_sample=9, rng=item_rng(0, 0, "a")),
             )
         ]
     )

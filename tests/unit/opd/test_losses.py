@@ -7,24 +7,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.options import loss_options, loss_settings, planned
 from tests.rollouts import UNHURRIED, Rollout, rollouts, worked_sample
 from verl_opd.opd.layout import Layout, build_layout, split_micro_batches
 from verl_opd.opd.losses import (
     FULL_VOCABULARY,
     SINGLE_TOKEN,
-    LossSpec,
     StreamTotals,
     bernoulli_forward_kl,
     clamp_values,
     combine,
     full_forward_kl,
     k3,
-    loss_metrics,
     position_weights,
     stream_totals,
 )
+from verl_opd.opd.measures import loss_metrics
 from verl_opd.opd.metrics import StepMetrics, reduce_metrics
-from verl_opd.opd.plan import TrainItem, plan_opd
+from verl_opd.opd.options import LossOptions
+from verl_opd.opd.plan import TrainItem
 from verl_opd.training.lm_head import against_target, row_loss
 
 # -- divergences -----------------------------------------------------------------------------------
@@ -282,7 +283,7 @@ def test_clamped_values_carry_no_gradient():
 def test_combination_by_hand():
     # two response tokens; rejected tokens at offsets 1 and 2, gamma 1/2, weight 2: (f1 + f2 + 2 (r1
     # + r2/2)) / (2 + 2 * 1.5)
-    spec = LossSpec(rejected_stream_weight=2.0, rejected_position_decay=0.5)
+    spec = loss_options(rejected_stream_weight=2.0, rejected_position_decay=0.5)
     f = bernoulli_forward_kl(torch.tensor([-1.0, -2.0]), torch.tensor([-0.5, -0.25]))
     r = k3(torch.tensor([-0.7, -0.1]), torch.tensor([-3.0, -2.0]))
     loss = combine(f, torch.tensor([1, 2]), r, torch.tensor([1, 2]), StreamTotals(2.0, 1.5), spec)
@@ -296,9 +297,9 @@ def test_combination_by_hand():
 
 def test_totals_of_the_worked_example():
     sample = worked_sample()
-    plan = plan_opd(sample, block_size=4)
+    plan = planned(sample, block_size=4)
     # six supervised tokens at offsets 1 2 | 1 2 3 | 1, five rejected ones at offsets 2 3 | 1 2 3
-    spec = LossSpec(response_position_decay=1.0, rejected_position_decay=0.5)
+    spec = loss_options(response_position_decay=1.0, rejected_position_decay=0.5)
     rejected = 0.5 + 0.25 + 1 + 0.5 + 0.25
     assert stream_totals([plan], [8], spec) == StreamTotals(6.0, rejected)
     assert stream_totals([plan], [8], replace(spec, response_position_decay=0.5)) == StreamTotals(
@@ -311,7 +312,7 @@ def test_totals_of_the_worked_example():
     ) == StreamTotals(4.25, rejected)
     assert (
         StreamTotals(6.0, 2.0).denominator(
-            LossSpec(response_stream_weight=0.5, rejected_stream_weight=3.0)
+            loss_options(response_stream_weight=0.5, rejected_stream_weight=3.0)
         )
         == 9.0
     )
@@ -319,22 +320,22 @@ def test_totals_of_the_worked_example():
 
 @pytest.mark.parametrize("name", ["response_loss", "rejected_loss", "convention"])
 def test_an_unknown_name_is_refused(name):
-    with pytest.raises(ValueError, match=f"{name}='mse' is none of"):
-        LossSpec(**{name: "mse"})
+    with pytest.raises(ValueError, match=f"{name}='mse' is not one of"):
+        loss_settings(**{name: "mse"})
 
 
 @pytest.mark.parametrize("totals", [StreamTotals(0.0, 0.0), StreamTotals(3.0, 2.0)])
 def test_nothing_supervised_gives_a_zero_that_can_be_differentiated(totals):
     source = torch.ones(2, requires_grad=True)
     none = torch.zeros(0, dtype=torch.long)
-    loss = combine(source[:0], none, source[:0], none, totals, LossSpec())
+    loss = combine(source[:0], none, source[:0], none, totals, loss_options())
     loss.backward()
     assert loss.item() == 0.0
     assert source.grad.tolist() == [0.0, 0.0]
 
 
 def test_a_stream_without_weight_has_no_part_in_value_gradient_or_denominator():
-    spec = LossSpec(rejected_stream_weight=0.0)
+    spec = loss_options(rejected_stream_weight=0.0)
     rejected = torch.tensor([5.0], requires_grad=True)
     loss = combine(
         torch.tensor([2.0]),
@@ -353,7 +354,7 @@ def test_a_stream_without_weight_has_no_part_in_value_gradient_or_denominator():
 
 
 def values_of(
-    layout: Layout, draft: torch.Tensor, spec: LossSpec
+    layout: Layout, draft: torch.Tensor, spec: LossOptions
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Per-token values with a stand-in draft: a table of log-probs by token id and offset."""
     student = -torch.nn.functional.softplus(draft)
@@ -401,7 +402,7 @@ def run(items, totals, spec, budget, ranks):
 def test_loss_gradient_and_metrics_do_not_depend_on_the_split(
     batch: list[Rollout], budget: int, ranks: int, convention: str, cap: int
 ):
-    spec = LossSpec(
+    spec = loss_options(
         convention=convention,
         response_stream_weight=0.7,
         rejected_stream_weight=1.5,
@@ -409,12 +410,14 @@ def test_loss_gradient_and_metrics_do_not_depend_on_the_split(
     )
     samples = [replace(rollout.sample, sample_id=f"0-{i}") for i, rollout in enumerate(batch)]
     plans = [
-        plan_opd(sample, block_size=4, convention=convention, max_response_anchors=cap)
+        planned(sample, block_size=4, convention=convention, max_response_anchors=cap)
         for sample in samples
     ]
     totals = stream_totals(plans, [len(sample.response_ids) for sample in samples], spec)
     items = [
-        TrainItem(s.sample_id, s.prompt_ids, s.response_ids, plan)
+        TrainItem(
+            sample_id=s.sample_id, prompt_ids=s.prompt_ids, response_ids=s.response_ids, plan=plan
+        )
         for s, plan in zip(samples, plans, strict=True)
     ]
     whole = run(items, totals, spec, 10**9, 1)
@@ -427,7 +430,7 @@ def test_loss_gradient_and_metrics_do_not_depend_on_the_split(
 def test_two_micro_batches_of_equal_counts_share_one_denominator():
     # N_resp = N_rej = 4 over the mini-batch: every part is its own sum / 8
     spec, totals, ones = (
-        LossSpec(rejected_position_decay=1.0),
+        loss_options(rejected_position_decay=1.0),
         StreamTotals(4.0, 4.0),
         torch.ones(2, dtype=torch.long),
     )
@@ -448,7 +451,7 @@ def finished(metrics: StepMetrics) -> dict[str, float]:
 def test_metrics_by_hand():
     response, rejected = torch.tensor([0.5, 12.0]), torch.tensor([10.0, 2.0, 3.0])
     assert finished(
-        loss_metrics(response, rejected, torch.tensor(0.25), LossSpec(loss_max_clamp=10.0))
+        loss_metrics(response, rejected, torch.tensor(0.25), loss_options(loss_max_clamp=10.0))
     ) == {
         "loss": 0.25,
         "loss_min": 0.5,
@@ -467,7 +470,7 @@ def test_metrics_by_hand():
 
 def test_what_was_not_measured_is_absent():
     none = torch.zeros(0)
-    assert finished(loss_metrics(none, none, torch.tensor(0.0), LossSpec())) == {
+    assert finished(loss_metrics(none, none, torch.tensor(0.0), loss_options())) == {
         "loss": 0.0,
         "combined_token_count": 0,
     }
@@ -476,7 +479,7 @@ def test_what_was_not_measured_is_absent():
             torch.ones(2),
             none,
             torch.tensor(0.1),
-            LossSpec(response_loss="cross_entropy", loss_max_clamp=None),
+            loss_options(response_loss="cross_entropy", loss_max_clamp=None),
         )
     )
     assert "forward_kl_loss" not in names
@@ -485,7 +488,7 @@ def test_what_was_not_measured_is_absent():
 
 def test_metrics_hold_no_graph():
     values = torch.ones(2, requires_grad=True) * 2
-    metrics = loss_metrics(values, values, values.sum(), LossSpec())
+    metrics = loss_metrics(values, values, values.sum(), loss_options())
     held = [
         *metrics.sums.values(),
         *metrics.mins.values(),

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 from math import inf, nan
 from typing import Any
 
 import pytest
 
-from verl_opd.opd.options import Rule, option, rule_of
+from verl_opd.config.schema import OpdConfig
+from verl_opd.opd.options import (
+    AnchorOptions,
+    LossOptions,
+    Rule,
+    check_options,
+    option,
+    rule_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -50,3 +59,26 @@ def test_a_rule_stands_beside_its_field() -> None:
     ]
     with pytest.raises(TypeError, match="at_lest"):
         option(3, at_lest=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (AnchorOptions(response_span="line"), "response_span='line' is not one of segment, block"),
+        (AnchorOptions(response_anchor_stride=0), "response_anchor_stride=0 must be at least 1"),
+        (LossOptions(loss_max_clamp=-1.0), "loss_max_clamp=-1.0 must be greater than 0"),
+        (OpdConfig(replay_check_freq=0), "replay_check_freq=0 must be at least 1, or -1 (off)"),
+    ],
+)
+def test_options_are_checked_where_no_configuration_was_read(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_options(options)
+
+
+def test_the_section_holds_every_option_of_losses_and_anchors_once() -> None:
+    section = {item.name: item.default for item in fields(OpdConfig)}
+    for part in (LossOptions, AnchorOptions):
+        check_options(part())
+        assert {item.name: item.default for item in fields(part)}.items() <= section.items()
+    shared = {item.name for item in fields(LossOptions)} & {i.name for i in fields(AnchorOptions)}
+    assert shared == {"convention"}

@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.options import planned
 from tests.rollouts import UNHURRIED, Rollout, make_sample, rollouts, worked_sample
-from verl_opd.opd.plan import BlockPlan, item_rng, plan_counts, plan_opd, plan_warmup
+from verl_opd.opd.plan import BlockPlan, item_rng, plan_counts, plan_sft
 from verl_opd.opd.trace import boundaries
 
 
@@ -27,7 +28,7 @@ WORKED_REFUSED = [(0, 2, 902), (0, 3, 903), (6, 1, 931), (6, 2, 932), (6, 3, 933
 
 
 def test_exact_plan_of_the_worked_example():
-    plan = plan_opd(worked_sample(), block_size=4)
+    plan = planned(worked_sample(), block_size=4)
     assert plan.anchors == (0, 2, 6)
     # step 1: one accepted and the correction; step 2: three accepted, the bonus at offset 4 has no
     # slot; step 3: the correction
@@ -38,7 +39,7 @@ def test_exact_plan_of_the_worked_example():
 
 
 def test_draft_opd_plan_of_the_worked_example():
-    plan = plan_opd(worked_sample(), block_size=4, convention="draft_opd")
+    plan = planned(worked_sample(), block_size=4, convention="draft_opd")
     # pairs (-1 -> 2), (2 -> 6), (6 -> 7), plus anchor 0 for the rejections alone
     assert plan.anchors == (-1, 0, 2, 6)
     assert supervised(plan) == [(-1, 1), (-1, 2), (-1, 3), (2, 1), (2, 2), (2, 3), (6, 1)]
@@ -47,30 +48,30 @@ def test_draft_opd_plan_of_the_worked_example():
 
 
 def test_block_span_reaches_to_the_end_of_block_or_response():
-    plan = plan_opd(worked_sample(), block_size=4, response_span="block")
+    plan = planned(worked_sample(), block_size=4, response_span="block")
     assert supervised(plan) == [(0, 1), (0, 2), (0, 3), (2, 1), (2, 2), (2, 3), (6, 1)]
     assert plan.response_label == (11, 12, 13, 13, 14, 15, 17)
 
 
 def test_offsets_beyond_a_smaller_block_are_dropped():
-    plan = plan_opd(worked_sample(), block_size=3)
+    plan = planned(worked_sample(), block_size=3)
     assert supervised(plan) == [(0, 1), (0, 2), (2, 1), (2, 2), (6, 1)]
     assert rejected(plan) == [(0, 2, 902), (6, 1, 931), (6, 2, 932)]
 
 
 def test_a_larger_block_has_a_slot_for_the_bonus_token():
-    assert (2, 4) in supervised(plan_opd(worked_sample(), block_size=5))
+    assert (2, 4) in supervised(planned(worked_sample(), block_size=5))
 
 
 def test_draft_opd_boundary_vectors():
     # one boundary at 2 in R = 20, B = 16: two pairs, the second one capped to 15
     sample = make_sample([(1, [101, 902, 903], [-1.0, -1.0]), *[(0, [], [])] * 17], range(100, 120))
     assert boundaries(sample.trace) == [2]
-    plan = plan_opd(sample, block_size=16, convention="draft_opd")
+    plan = planned(sample, block_size=16, convention="draft_opd")
     assert [anchor for anchor, _ in supervised(plan)] == [-1] * 3 + [2] * 15
     # no boundary at all: nothing to supervise
     plain = make_sample([(0, [], [])] * 19, range(100, 120))
-    assert plan_opd(plain, block_size=16, convention="draft_opd").anchors == ()
+    assert planned(plain, block_size=16, convention="draft_opd").anchors == ()
 
 
 def one_token_steps(count: int):
@@ -91,7 +92,7 @@ def one_token_steps(count: int):
     ],
 )
 def test_anchor_cap_is_even_and_keeps_the_last(limit, kept):
-    plan = plan_opd(one_token_steps(10), block_size=2, max_response_anchors=limit)
+    plan = planned(one_token_steps(10), block_size=2, max_response_anchors=limit)
     assert [anchor for anchor, _ in supervised(plan)] == kept
     # rejections keep their blocks whatever the cap
     assert plan.anchors == tuple(range(10))
@@ -100,21 +101,21 @@ def test_anchor_cap_is_even_and_keeps_the_last(limit, kept):
 
 def test_capped_anchors_without_refusals_leave_no_block_behind():
     sample = make_sample([(2, [101 + 3 * i, 102 + 3 * i], []) for i in range(4)], range(100, 113))
-    plan = plan_opd(sample, block_size=3, max_response_anchors=2)
+    plan = planned(sample, block_size=3, max_response_anchors=2)
     assert plan.anchors == (0, 9)
 
 
 def test_unknown_choices_are_refused():
     with pytest.raises(ValueError, match="convention='upstream'"):
-        plan_opd(worked_sample(), block_size=4, convention="upstream")
+        planned(worked_sample(), block_size=4, convention="upstream")
     with pytest.raises(ValueError, match="response_span='line'"):
-        plan_opd(worked_sample(), block_size=4, response_span="line")
+        planned(worked_sample(), block_size=4, response_span="line")
 
 
 @given(rollouts(), st.integers(2, 7))
 @UNHURRIED
 def test_exact_segments_supervise_each_token_with_a_slot_once(rollout: Rollout, block_size: int):
-    plan = plan_opd(rollout.sample, block_size=block_size)
+    plan = planned(rollout.sample, block_size=block_size)
     with_slot = {
         anchor + offset
         for anchor, _, end in rollout.spans
@@ -148,7 +149,7 @@ def test_exact_segments_supervise_each_token_with_a_slot_once(rollout: Rollout, 
 def test_refusals_are_the_same_under_every_convention(
     rollout: Rollout, block_size: int, convention: str, span: str, cap: int
 ):
-    plan = plan_opd(
+    plan = planned(
         rollout.sample,
         block_size=block_size,
         convention=convention,
@@ -173,7 +174,7 @@ def test_refusals_are_the_same_under_every_convention(
 @given(rollouts(), st.integers(2, 6))
 @UNHURRIED
 def test_exact_block_span_fills_every_block(rollout: Rollout, block_size: int):
-    plan = plan_opd(rollout.sample, block_size=block_size, response_span="block")
+    plan = planned(rollout.sample, block_size=block_size, response_span="block")
     anchors = [anchor for anchor, _, _ in rollout.spans if anchor < rollout.length - 1]
     assert supervised(plan) == [
         (a, j) for a in anchors for j in range(1, min(block_size - 1, rollout.length - 1 - a) + 1)
@@ -181,7 +182,7 @@ def test_exact_block_span_fills_every_block(rollout: Rollout, block_size: int):
 
 
 def test_warmup_blocks_reach_to_the_end_of_block_or_response():
-    plan = plan_warmup(
+    plan = plan_sft(
         make_sample([], range(100, 106)),
         block_size=4,
         anchors_per_sample=99,
@@ -210,15 +211,13 @@ def test_warmup_anchors_are_distinct_uniform_and_depend_on_the_rng_alone():
     sample = make_sample([], range(100, 111))
     counts: Counter[int] = Counter()
     for step in range(2000):
-        plan = plan_warmup(sample, block_size=4, anchors_per_sample=3, rng=item_rng(7, step, "0-3"))
+        plan = plan_sft(sample, block_size=4, anchors_per_sample=3, rng=item_rng(7, step, "0-3"))
         assert len(plan.anchors) == 3
         counts.update(plan.anchors)
     assert set(counts) == set(range(10))  # 0..R-2, the prefill token included
     assert max(abs(count - 600) for count in counts.values()) < 5 * np.sqrt(2000 * 0.3 * 0.7)
-    again = plan_warmup(sample, block_size=4, anchors_per_sample=3, rng=item_rng(7, 5, "0-3"))
-    assert again == plan_warmup(
-        sample, block_size=4, anchors_per_sample=3, rng=item_rng(7, 5, "0-3")
-    )
+    again = plan_sft(sample, block_size=4, anchors_per_sample=3, rng=item_rng(7, 5, "0-3"))
+    assert again == plan_sft(sample, block_size=4, anchors_per_sample=3, rng=item_rng(7, 5, "0-3"))
     draws = {
         tuple(item_rng(*key).integers(0, 10**9, 4))
         for key in [(7, 5, "0-3"), (8, 5, "0-3"), (7, 6, "0-3"), (7, 5, "0-4")]
@@ -228,7 +227,7 @@ def test_warmup_anchors_are_distinct_uniform_and_depend_on_the_rng_alone():
 
 @pytest.mark.parametrize("length", [0, 1])
 def test_warmup_of_a_response_with_nothing_to_predict_is_empty(length):
-    plan = plan_warmup(
+    plan = plan_sft(
         make_sample([], range(length)), block_size=4, anchors_per_sample=3, rng=item_rng(1, 0, "a")
     )
     assert plan.anchors == plan.response_block == ()
@@ -239,7 +238,7 @@ PREFIX = "actor/distillation/opd_"
 
 def test_counts_of_the_worked_example():
     sample = worked_sample()
-    counts = plan_counts(plan_opd(sample, block_size=4), sample).finish()
+    counts = plan_counts(planned(sample, block_size=4), sample).finish()
     assert {
         name.removeprefix(PREFIX): value
         for name, value in counts.items()
@@ -261,13 +260,13 @@ def test_counts_of_the_worked_example():
 
 def test_anchors_for_refusals_alone_are_not_counted_as_response_anchors():
     sample = worked_sample()
-    counts = plan_counts(plan_opd(sample, block_size=4, convention="draft_opd"), sample).finish()
+    counts = plan_counts(planned(sample, block_size=4, convention="draft_opd"), sample).finish()
     assert counts[PREFIX + "valid_anchor_count"] == 3
 
 
 def test_a_token_in_several_blocks_is_one_supervised_token():
     sample = make_sample([], range(100, 106))
-    plan = plan_warmup(sample, block_size=4, anchors_per_sample=99, rng=item_rng(1, 0, "a"))
+    plan = plan_sft(sample, block_size=4, anchors_per_sample=99, rng=item_rng(1, 0, "a"))
     counts = plan_counts(plan, sample).finish()
     assert counts[PREFIX + "effective_token_count"] == 5
     assert counts["data/supervised_share"] == 5 / 6
@@ -275,7 +274,7 @@ def test_a_token_in_several_blocks_is_one_supervised_token():
 
 def test_a_sample_without_verify_steps_is_skipped_and_counted_as_empty():
     sample = make_sample([], [100])
-    counts = plan_counts(plan_opd(sample, block_size=4), sample).finish()
+    counts = plan_counts(planned(sample, block_size=4), sample).finish()
     assert (
         counts[PREFIX + "skipped_sample_count"] == counts[PREFIX + "empty_reject_sample_count"] == 1
     )
@@ -284,7 +283,7 @@ def test_a_sample_without_verify_steps_is_skipped_and_counted_as_empty():
     )  # rolled out without drafting: no statement about rejections
     assert (
         PREFIX + "empty_reject_sample_count"
-        not in plan_counts(plan_opd(plain, block_size=4), plain).finish()
+        not in plan_counts(planned(plain, block_size=4), plain).finish()
     )
 
 
@@ -295,7 +294,7 @@ def test_a_sample_without_verify_steps_is_skipped_and_counted_as_empty():
     ("stride", "kept"), [(1, [0, 1, 2, 3, 4]), (2, [0, 2, 4]), (3, [0, 3, 4]), (9, [0, 4])]
 )
 def test_a_stride_keeps_the_last_anchor(stride: int, kept: list[int]):
-    plan = plan_opd(one_token_steps(5), block_size=2, response_anchor_stride=stride)
+    plan = planned(one_token_steps(5), block_size=2, response_anchor_stride=stride)
     assert [anchor for anchor, _ in supervised(plan)] == kept
     assert len(rejected(plan)) == 5
 
@@ -310,31 +309,31 @@ def test_upstream_stride_vector():
         prompt=(1, 2),
     )
     assert boundaries(shifted.trace) == [1, 2, 3, 4]
-    plan = plan_opd(shifted, block_size=4, convention="draft_opd", response_anchor_stride=2)
+    plan = planned(shifted, block_size=4, convention="draft_opd", response_anchor_stride=2)
     assert sorted({anchor for anchor, _ in supervised(plan)}) == [-1, 2, 4]
 
 
 def test_the_cap_applies_to_what_the_stride_left():
-    plan = plan_opd(
+    plan = planned(
         one_token_steps(10), block_size=2, response_anchor_stride=3, max_response_anchors=2
     )
     assert [anchor for anchor, _ in supervised(plan)] == [0, 9]
 
 
 def test_only_the_first_refused_token_of_each_block():
-    plan = plan_opd(worked_sample(), block_size=4, rejected_first_only=True)
+    plan = planned(worked_sample(), block_size=4, rejected_first_only=True)
     assert rejected(plan) == [(0, 2, 902), (6, 1, 931)]
     assert plan.rejected_logprob == (-2.5, -4.0)
 
 
 @pytest.mark.parametrize(("limit", "kept"), [(1, 1), (2, 2), (4, 4), (5, 5), (9, 5), (0, 5)])
 def test_refused_tokens_per_sample_are_the_first_in_order(limit: int, kept: int):
-    plan = plan_opd(worked_sample(), block_size=4, max_rejected_tokens=limit)
+    plan = planned(worked_sample(), block_size=4, max_rejected_tokens=limit)
     assert rejected(plan) == WORKED_REFUSED[:kept]
 
 
 def test_a_limit_drops_the_blocks_it_empties_but_no_response_block():
-    plan = plan_opd(worked_sample(), block_size=4, convention="draft_opd", max_rejected_tokens=3)
+    plan = planned(worked_sample(), block_size=4, convention="draft_opd", max_rejected_tokens=3)
     assert plan.anchors == (-1, 0, 2, 6)
     assert rejected(plan) == WORKED_REFUSED[:3]
 
@@ -346,10 +345,10 @@ def test_random_anchors_keep_lengths_and_stay_apart(
 ):
     choices = {"block_size": block_size, "convention": convention}
     true, moved = (
-        plan_opd(rollout.sample, **choices),
-        plan_opd(rollout.sample, **choices, random_anchor_seed=seed),
+        planned(rollout.sample, **choices),
+        planned(rollout.sample, **choices, random_anchors=True, seed=seed),
     )
-    assert moved == plan_opd(rollout.sample, **choices, random_anchor_seed=seed)
+    assert moved == planned(rollout.sample, **choices, random_anchors=True, seed=seed)
 
     def lengths(plan: BlockPlan) -> list[int]:
         return sorted(Counter(anchor for anchor, _ in supervised(plan)).values())
@@ -371,11 +370,13 @@ def test_random_anchors_depend_on_seed_and_content():
     long = make_sample(
         [(0, [900 + i], [-1.0]) for i in range(3)] + [(0, [], [])] * 40, range(100, 144)
     )
-    plans = {plan_opd(long, block_size=2, random_anchor_seed=seed).anchors for seed in range(8)}
+    plans = {
+        planned(long, block_size=2, random_anchors=True, seed=seed).anchors for seed in range(8)
+    }
     assert len(plans) > 4
     assert (
-        plan_opd(sample, block_size=2, random_anchor_seed=1).anchors
-        == plan_opd(sample, block_size=2, random_anchor_seed=2).anchors
+        planned(sample, block_size=2, random_anchors=True, seed=1).anchors
+        == planned(sample, block_size=2, random_anchors=True, seed=2).anchors
     ), "full"
 
 
@@ -385,7 +386,7 @@ def test_both_ways_of_counting_agree(rollout: Rollout, block_size: int, conventi
     """The dashboard's effective tokens are distinct positions; in disjoint segments that is the
     number of supervised slots.
     """
-    plan = plan_opd(rollout.sample, block_size=block_size, convention=convention)
+    plan = planned(rollout.sample, block_size=block_size, convention=convention)
     counts = plan_counts(plan, rollout.sample)
     assert counts.sums["actor/distillation/opd_effective_token_count"] == len(plan.response_label)
     assert counts.sums["actor/distillation/opd_rejected_draft_token_count"] == len(

@@ -7,10 +7,11 @@ import math
 import pytest
 import torch
 
+from tests.options import planned
 from tests.rollouts import worked_sample
 from verl_opd.opd.layout import build_layout
 from verl_opd.opd.metrics import reduce_metrics
-from verl_opd.opd.plan import TrainItem, plan_opd
+from verl_opd.opd.plan import TrainItem
 from verl_opd.opd.replay_check import diagnose, replay_metrics
 from verl_opd.training.lm_head import label_gaps
 
@@ -20,7 +21,14 @@ def test_every_proposal_has_the_slot_it_was_drafted_in():
         worked_sample()
     )  # prompt of 5; blocks at 0, 2, 6 with proposals (11 902 903), (13 14 15), (931 932 933)
     layout = build_layout(
-        [TrainItem("x", sample.prompt_ids, sample.response_ids, plan_opd(sample, block_size=4))]
+        [
+            TrainItem(
+                sample_id="x",
+                prompt_ids=sample.prompt_ids,
+                response_ids=sample.response_ids,
+                plan=planned(sample, block_size=4),
+            )
+        ]
     )
     assert layout.anchors[0].tolist() == [5, 7, 11]
     assert layout.drafted.token.tolist() == [11, 902, 903, 13, 14, 15, 931, 932, 933]
@@ -29,7 +37,7 @@ def test_every_proposal_has_the_slot_it_was_drafted_in():
 
 
 def test_a_block_that_no_engine_drafted_is_not_checked():
-    plan = plan_opd(worked_sample(), block_size=4, convention="draft_opd")
+    plan = planned(worked_sample(), block_size=4, convention="draft_opd")
     assert plan.anchors == (-1, 0, 2, 6)
     assert plan.drafted == ((), (11, 902, 903), (13, 14, 15), (931, 932, 933))
 

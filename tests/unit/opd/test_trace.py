@@ -12,11 +12,10 @@ from verl_opd.opd.trace import (
     accepted_by_position,
     boundaries,
     check_trace,
-    from_extra_fields,
     rejections,
-    to_extra_fields,
     trace_from_events,
 )
+from verl_opd.opd.wire import from_extra_fields, to_extra_fields
 
 WORKED_FIELDS = {
     "dflash_reject_token_indices": [2, 6, 7],

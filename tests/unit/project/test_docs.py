@@ -8,8 +8,9 @@ import re
 from pathlib import Path
 
 from tests.docs import documented, undocumented
+from tests.options import planned
 from tests.rollouts import make_sample, worked_sample
-from verl_opd.opd.plan import plan_counts, plan_opd
+from verl_opd.opd.plan import plan_counts
 from verl_opd.report.acceptance import BenchmarkResult, rollout_metrics
 
 
@@ -38,7 +39,7 @@ def test_rollout_validation_and_plan_metrics_are_defined() -> None:
         BenchmarkResult.of("mbpp", samples).metrics()
     )
     for sample in samples:
-        names |= set(plan_counts(plan_opd(sample, block_size=4), sample).finish())
+        names |= set(plan_counts(planned(sample, block_size=4), sample).finish())
     assert undocumented(names) == set()
 
 

@@ -18,7 +18,15 @@ def sample(
         tuple(VerifyStep(a, (7, 7, 7), acc, com, (-1.0,) * (3 - acc)) for a, acc, com in steps),
         draft_free,
     )
-    return RolloutSample(name, "x", (1, 2, 3), tuple(range(length)), trace, 0, finish)
+    return RolloutSample(
+        sample_id=name,
+        data_source="x",
+        prompt_ids=(1, 2, 3),
+        response_ids=tuple(range(length)),
+        trace=trace,
+        draft_version=0,
+        finish_reason=finish,
+    )
 
 
 def test_tau_counts_the_bonus_and_neither_prefill_token_nor_draft_free_steps():

@@ -10,7 +10,8 @@ import pytest
 
 from verl_opd.data.prompts import Prompt
 from verl_opd.errors import ConfigError
-from verl_opd.opd.trace import RolloutSample, to_extra_fields, trace_from_events
+from verl_opd.opd.trace import RolloutSample, trace_from_events
+from verl_opd.opd.wire import to_extra_fields
 from verl_opd.rollout.agent_loop import (
     AGENT_LOOPS,
     AgentLoop,

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.drafts import target_config
+from tests.options import varied
 from tests.tiny import tiny_tokenizer
 from tests.training import LR, SPEC, make_items, make_trainer, totals_of
 from tests.unit.engines.test_settings import settings
@@ -373,7 +374,7 @@ def test_layout_takes_the_scores_at_each_label(models: Path):
     assert layout.response.teacher_logprob.tolist() == [
         float(item.teacher.logprobs[position]) for item, position in entries
     ]
-    assert layout.top_ids.tolist() == [
+    assert layout.teacher_top.ids.tolist() == [
         item.teacher.top_ids[position].tolist() for item, position in entries
     ]
 
@@ -393,7 +394,7 @@ def test_server_scores_and_the_trainers_target_give_the_same_update(
     """Section 12.4 of the acceptance checklist: composed and server teacher agree
     on the same text.
     """
-    spec, items = replace(SPEC, response_loss=loss), make_items()
+    spec, items = varied(SPEC, response_loss=loss), make_items()
     composed, served = make_trainer(models), make_trainer(models)
     ours = composed.update(items, totals_of(items, spec), spec, LR).finish()
     theirs = served.update(scored(items, models, 0), totals_of(items, spec), spec, LR).finish()
@@ -422,10 +423,10 @@ def test_another_teacher_changes_the_update(models: Path, one_rank: None):
 
 def test_top_k_of_all_tokens_trains_like_the_full_vocabulary(models: Path, one_rank: None):
     vocab = target_config(LlamaConfig).vocab_size
-    spec = replace(
+    spec = varied(
         SPEC, response_loss="forward_kl_topk", log_prob_min_clamp=None, loss_max_clamp=None
     )
-    full = replace(spec, response_loss="full_forward_kl")
+    full = varied(spec, response_loss="full_forward_kl")
     items = make_items()
     by_server, composed = make_trainer(models), make_trainer(models)
     served = by_server.update(
@@ -443,7 +444,7 @@ def test_top_k_of_all_tokens_trains_like_the_full_vocabulary(models: Path, one_r
 
 @pytest.mark.parametrize("budget", [1, 60])
 def test_top_k_does_not_depend_on_the_micro_batches(models: Path, one_rank: None, budget: int):
-    spec, items = replace(SPEC, response_loss="forward_kl_topk"), scored(make_items(), models, 4)
+    spec, items = varied(SPEC, response_loss="forward_kl_topk"), scored(make_items(), models, 4)
     one, many = make_trainer(models), make_trainer(models, max_tokens_per_micro_batch=budget)
     results = [
         trainer.update(items, totals_of(items, spec), spec, LR).finish() for trainer in (one, many)

@@ -19,7 +19,7 @@ from transformers import (
 
 from tests.drafts import HIDDEN, LAYERS, VOCAB, target_config
 from verl_opd.errors import ConfigError
-from verl_opd.targets.hf import HFTarget, check_target_supported
+from verl_opd.targets.hf import HFSource, check_target_supported
 
 KINDS = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 
@@ -34,8 +34,8 @@ def _save(directory: Path, kind: str = "llama", **changes: object) -> str:
     return str(directory)
 
 
-def _target(path: str, layer_ids: list[int], dtype: str = "float32") -> HFTarget:
-    return HFTarget(path, dtype=dtype, layer_ids=layer_ids)
+def _target(path: str, layer_ids: list[int], dtype: str = "float32") -> HFSource:
+    return HFSource(path, dtype=dtype, layer_ids=layer_ids)
 
 
 def _ids(*shape: int) -> torch.Tensor:
@@ -66,7 +66,7 @@ def test_each_layer_is_identifiable_and_the_last_one_is_not_normed(tmp_path: Pat
     ids = _ids(1, 4)
     features = target.features(ids, torch.tensor([4]))
     first, second, last = features.aux.chunk(3, dim=-1)
-    embedded = target.embed(ids)
+    embedded = target.head.embed(ids)
     torch.testing.assert_close(first - embedded, torch.full_like(first, 1.0))
     torch.testing.assert_close(second - embedded, torch.full_like(second, 3.0))
     torch.testing.assert_close(last - embedded, torch.full_like(last, 255.0))
@@ -97,20 +97,28 @@ def test_head_and_embedding(tmp_path: Path, tied: bool) -> None:
     path = _save(tmp_path, tie_word_embeddings=tied)
     target, model = _target(path, [1]), AutoModelForCausalLM.from_pretrained(path)
     ids = _ids(1, 6)
-    logits = target.features(ids, torch.tensor([6])).last_hidden @ target.lm_head_weight.T
+    logits = target.features(ids, torch.tensor([6])).last_hidden @ target.head.weight.T
     torch.testing.assert_close(logits, model(ids).logits, rtol=1e-4, atol=1e-4)
-    assert target.lm_head_weight.shape == (VOCAB, HIDDEN)
+    assert target.head.weight.shape == (VOCAB, HIDDEN)
     embeddings = model.get_input_embeddings().weight
-    assert torch.equal(target.embed(ids), embeddings[ids])
-    assert torch.equal(target.embed(torch.tensor(3)), embeddings[3])
-    assert torch.equal(embeddings, target.lm_head_weight) == tied
+    assert torch.equal(target.head.embed(ids), embeddings[ids])
+    assert torch.equal(target.head.embed(torch.tensor(3)), embeddings[3])
+    assert torch.equal(embeddings, target.head.weight) == tied
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_head_takes_no_memory_of_its_own(tmp_path: Path, tied: bool) -> None:
+    target = _target(_save(tmp_path, tie_word_embeddings=tied), [1])
+    table, head = target.head.embedding, target.head.weight
+    assert table.data_ptr() == target._decoder.embed_tokens.weight.data_ptr()
+    assert (head.data_ptr() == table.data_ptr()) == tied
 
 
 def test_frozen_and_in_the_dtype_asked(tmp_path: Path) -> None:
     path = _save(tmp_path)
     target = _target(path, [1, 2], "bfloat16")
     features = target.features(_ids(1, 5), torch.tensor([5]))
-    tensors = [features.aux, features.last_hidden, target.lm_head_weight, target.embed(_ids(2))]
+    tensors = [features.aux, features.last_hidden, target.head.weight, target.head.embed(_ids(2))]
     assert {tensor.dtype for tensor in tensors} == {torch.bfloat16}
     assert not any(tensor.requires_grad for tensor in tensors)
     assert not target._decoder.training

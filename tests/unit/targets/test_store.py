@@ -1,24 +1,21 @@
 import torch
 
-from verl_opd.targets.base import TargetFeatures
-from verl_opd.targets.store import CachedTarget
+from verl_opd.targets.base import Features
+from verl_opd.targets.store import FeatureStore
 
 
 class Counting:
     """Features that name their token; counts the rows it is asked for."""
 
-    lm_head_weight = torch.zeros(2, 2)
+    reads_branches = True
 
     def __init__(self) -> None:
         self.rows = 0
 
-    def embed(self, ids):
-        return ids
-
     def features(self, input_ids, lengths):
         self.rows += input_ids.shape[0]
         wide = input_ids.unsqueeze(-1).float()
-        return TargetFeatures(wide.expand(-1, -1, 4).clone(), wide.expand(-1, -1, 2).clone())
+        return Features(wide.expand(-1, -1, 4).clone(), wide.expand(-1, -1, 2).clone())
 
 
 def batch(*rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -30,7 +27,7 @@ def batch(*rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_a_sequence_is_computed_once_whatever_it_is_batched_and_padded_with():
     inner = Counting()
-    cached = CachedTarget(inner, 1 << 20)
+    cached = FeatureStore(inner, 1 << 20)
     cached.features(*batch([5, 6], [7, 8, 9]))
     again = cached.features(*batch([1, 1, 1, 1], [5, 6]))
     assert inner.rows == 3
@@ -42,7 +39,7 @@ def test_a_sequence_is_computed_once_whatever_it_is_batched_and_padded_with():
 
 def test_a_prefix_is_another_sequence():
     inner = Counting()
-    cached = CachedTarget(inner, 1 << 20)
+    cached = FeatureStore(inner, 1 << 20)
     cached.features(*batch([5, 6, 7]))
     cached.features(*batch([5, 6]))
     assert inner.rows == 2
@@ -50,7 +47,7 @@ def test_a_prefix_is_another_sequence():
 
 def test_the_least_recently_used_leaves_first_and_the_bound_holds():
     inner = Counting()
-    cached = CachedTarget(inner, 2 * 2 * (4 + 2) * 4)  # two sequences of two tokens
+    cached = FeatureStore(inner, 2 * 2 * (4 + 2) * 4)  # two sequences of two tokens
     for row in ([1, 1], [2, 2], [1, 1], [3, 3]):
         cached.features(*batch(row))
     assert inner.rows == 3
@@ -61,5 +58,5 @@ def test_the_least_recently_used_leaves_first_and_the_bound_holds():
 
 
 def test_a_batch_larger_than_the_bound_is_still_answered():
-    cached = CachedTarget(Counting(), 0)
+    cached = FeatureStore(Counting(), 0)
     assert cached.features(*batch([1, 2], [3])).aux[1, 0, 0] == 3.0

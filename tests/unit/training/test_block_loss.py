@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,13 +13,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.drafts import MASK, draft_config, make_layout
+from tests.options import varied
 from tests.training import BLOCK, LR, SPEC, make_item, make_items, make_trainer, totals_of
 from verl_opd.drafts import get_family
+from verl_opd.errors import ConfigError
 from verl_opd.opd.losses import stream_totals
 from verl_opd.opd.plan import TrainItem
 
 FAMILY = get_family("dflash")
-TV = replace(SPEC, response_loss="e2e_tv", rejected_stream_weight=0.0, response_position_decay=1.0)
+TV = varied(SPEC, response_loss="e2e_tv", rejected_stream_weight=0.0, response_position_decay=1.0)
 
 
 def block_items() -> list[TrainItem]:
@@ -92,7 +95,7 @@ def test_loss_and_gradient_are_those_of_every_state_written_out(
     FAMILY.load_weights(draft, str(models / "draft"))
     loss, blocks = reference(draft, target, block_items(), temperature)
     loss.backward()
-    spec = replace(TV, teacher_temperature=temperature)
+    spec = varied(TV, teacher_temperature=temperature)
     trainer = make_trainer(models)
     metrics = trainer.update(block_items(), totals_of(block_items(), spec), spec, LR).finish()
     assert metrics["actor/distillation/loss"] == pytest.approx(loss.item(), rel=1e-4)
@@ -117,7 +120,20 @@ def test_micro_batches_and_an_empty_one_do_not_change_it(models: Path, one_rank:
         torch.testing.assert_close(found[1][1][name], gradient, rtol=1e-4, atol=1e-6)
 
 
+def test_a_source_that_cannot_read_branches_is_named(models: Path, one_rank: None) -> None:
+    trainer = make_trainer(models)
+    blind = SimpleNamespace(reads_branches=False)
+    trainer.objective = replace(trainer.objective, branches=blind)
+    with pytest.raises(
+        ConfigError, match=r"opd\.response_loss=e2e_tv has the target read rejected"
+    ):
+        trainer.update(block_items(), totals_of(block_items(), TV), TV, LR)
+
+
 def test_blocks_are_what_is_counted() -> None:
     plans = [item.plan for item in block_items()]
-    assert stream_totals(plans, [9, 14, 6, 6], TV).response == 3 + 4 + 2
-    assert stream_totals(plans, [9, 14, 6, 6], replace(TV, convention="draft_opd")).response == 9
+    assert stream_totals(plans, [9, 14, 6, 6], TV.options).response == 3 + 4 + 2
+    assert (
+        stream_totals(plans, [9, 14, 6, 6], varied(TV, convention="draft_opd").options).response
+        == 9
+    )

@@ -10,16 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.options import planned, varied
 from tests.rollouts import worked_sample
 from tests.training import LR, SPEC, make_items, make_trainer, totals_of
 from verl_opd.controller.job import load_reward
-from verl_opd.controller.updates import with_policy_terms
 from verl_opd.errors import ConfigError
 from verl_opd.opd.layout import build_layout
 from verl_opd.opd.losses import policy_loss
-from verl_opd.opd.plan import TrainItem, plan_opd
+from verl_opd.opd.plan import TrainItem
+from verl_opd.training.updates import with_policy_terms
 
-PG = replace(
+PG = varied(
     SPEC,
     response_loss="k1",
     rejected_stream_weight=0.0,
@@ -63,19 +64,18 @@ def test_the_first_update_follows_the_advantage(models: Path, one_rank: None) ->
     metrics = trainer.update(rewarded, totals_of(items, PG), PG, LR).finish()
 
     other = make_trainer(models)
-    layout = build_layout(items)
-    features = other.target.features(layout.input_ids, layout.lengths)
-    hidden = other._replay(features.aux[:, : layout.context_len], layout).flatten(0, 1)
+    batch = other._forward(items)
+    layout, features, hidden = batch.layout, batch.features, batch.hidden
     rows = (
         layout.response.sample * layout.anchors.shape[1] * layout.block_size + layout.response.slot
     )
-    log_q = torch.log_softmax(hidden[rows].double() @ other.target.lm_head_weight.T.double(), 1)
+    log_q = torch.log_softmax(hidden[rows].double() @ other.head.weight.T.double(), 1)
     s = log_q.gather(1, layout.response.token.unsqueeze(1)).squeeze(1)
     target_rows = features.last_hidden.flatten(0, 1)[
         layout.response.sample * layout.input_ids.shape[1] + layout.response.target_row
     ]
     t = (
-        torch.log_softmax(target_rows.double() @ other.target.lm_head_weight.T.double(), 1)
+        torch.log_softmax(target_rows.double() @ other.head.weight.T.double(), 1)
         .gather(1, layout.response.token.unsqueeze(1))
         .squeeze(1)
     )
@@ -93,7 +93,7 @@ def test_the_first_update_follows_the_advantage(models: Path, one_rank: None) ->
         ]
     )
     advantage = reward - (s - t).detach().clamp(-2.0, 2.0)
-    weights = SPEC.response_position_decay ** (layout.response.offset - 1).double()
+    weights = SPEC.options.response_position_decay ** (layout.response.offset - 1).double()
     loss = (-(s - s.detach()).exp() * advantage * weights).sum() / weights.sum()
     loss.backward()
     assert metrics["actor/distillation/loss"] == pytest.approx(loss.item(), rel=1e-4)
@@ -106,7 +106,12 @@ def test_the_first_update_follows_the_advantage(models: Path, one_rank: None) ->
 def test_rewards_are_centred_over_the_batch() -> None:
     samples = [replace(worked_sample(), sample_id=name) for name in ("a", "b")]
     items = [
-        TrainItem(s.sample_id, s.prompt_ids, s.response_ids, plan_opd(s, block_size=4))
+        TrainItem(
+            sample_id=s.sample_id,
+            prompt_ids=s.prompt_ids,
+            response_ids=s.response_ids,
+            plan=planned(s, block_size=4),
+        )
         for s in samples
     ]
     scores = {"a": (-1.0,) * 6, "b": (-2.0,) * 6}
@@ -124,10 +129,10 @@ def test_rewards_are_centred_over_the_batch() -> None:
 def test_log_probs_that_do_not_fit_their_labels_are_refused() -> None:
     sample = worked_sample()
     item = TrainItem(
-        "a",
-        sample.prompt_ids,
-        sample.response_ids,
-        plan_opd(sample, block_size=4),
+        sample_id="a",
+        prompt_ids=sample.prompt_ids,
+        response_ids=sample.response_ids,
+        plan=planned(sample, block_size=4),
         old_logprobs=(-1.0,),
     )
     with pytest.raises(ValueError, match="1 old log-probs for 6 labels"):

@@ -5,7 +5,7 @@ micro-batches and ranks.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.drafts import MASK, draft_config, make_layout
+from tests.options import varied
 from tests.training import (
     BLOCK,
     LR,
@@ -30,9 +31,10 @@ from tests.training import (
 )
 from verl_opd.drafts import get_family
 from verl_opd.opd.layout import split_micro_batches
-from verl_opd.opd.losses import LossSpec, StreamTotals
+from verl_opd.opd.losses import LossSettings, StreamTotals
 from verl_opd.opd.metrics import StepMetrics, reduce_metrics
 from verl_opd.opd.plan import TrainItem
+from verl_opd.training.objective import Objective
 
 FAMILY = get_family("dflash")
 # sample indices per rank, micro-batch budget
@@ -66,14 +68,12 @@ def poisoned() -> TrainItem:
     return make_item("poisoned", 4, 6, [(0, [1])], ((0, 1, 9, math.nan),))
 
 
-class OverflowingTrainer(ObservedTrainer):
-    """While `overflow` is set its loss is as ever and its gradient infinite."""
+class Overflowing(Objective):
+    """Its loss is as ever and its gradient infinite."""
 
-    overflow = False
-
-    def _loss(self, *args: Any) -> Tensor:
-        loss = super()._loss(*args)
-        return loss + (loss - loss.detach()).sqrt() if self.overflow else loss
+    def loss(self, *args: Any) -> Tensor:
+        loss = super().loss(*args)
+        return loss + (loss - loss.detach()).sqrt()
 
 
 def two_ranks(root: Path, rank: int, world: int) -> dict[str, Any]:
@@ -81,13 +81,14 @@ def two_ranks(root: Path, rank: int, world: int) -> dict[str, Any]:
     for name, (shares, budget) in SPLITS.items():
         trainer = make_trainer(root, rank, world, max_tokens_per_micro_batch=budget)
         results[name] = update_twice(trainer, [items[i] for i in shares[rank]], totals_of(items))
-    trainer = calm(OverflowingTrainer(make_config(root), draft_config(BLOCK), rank, world, "cpu"))
+    trainer = calm(ObservedTrainer(make_config(root), draft_config(BLOCK), rank, world, "cpu"))
     results["nan_loss"] = trainer.update(
         [poisoned()] if rank else items, totals_of([*items, poisoned()]), SPEC, LR
     )
-    trainer.overflow = rank == 1
+    objective = trainer.objective
+    trainer.objective = Overflowing(**vars(objective)) if rank == 1 else objective
     results["infinite_gradient"] = trainer.update(items[rank::2], totals_of(items), SPEC, LR)
-    trainer.overflow = False
+    trainer.objective = objective
     results["after_skips"] = update_twice(trainer, items[rank::2], totals_of(items))
     before = trainer.weights()
     metrics = trainer.update([], totals_of([]), SPEC, LR)
@@ -131,7 +132,7 @@ def merged(parts: list[tuple[StepMetrics, Any, Any]]) -> Outcome:
 
 
 def plain_loss(
-    draft: torch.nn.Module, target: torch.nn.Module, items: list[TrainItem], spec: LossSpec
+    draft: torch.nn.Module, target: torch.nn.Module, items: list[TrainItem], spec: LossSettings
 ) -> Tensor:
     """The loss written out token by token: one block at a time, no padding, no trimming, all
     logits, float64.
@@ -157,21 +158,21 @@ def plain_loss(
         ):
             row = log_p[len(item.prompt_ids) + plan.anchors[block] + offset - 1]
             p, q = row.exp(), log_q[block][offset].exp()
-            if spec.response_loss == "forward_kl":
+            if spec.options.response_loss == "forward_kl":
                 value = (
                     p[label] * (p[label] / q[label]).log()
                     + (1 - p[label]) * ((1 - p[label]) / (1 - q[label])).log()
                 )
-            elif spec.response_loss == "full_forward_kl":
+            elif spec.options.response_loss == "full_forward_kl":
                 value = (p * (p / q).log()).sum()
-            elif spec.response_loss == "tv":
+            elif spec.options.response_loss == "tv":
                 value = (p - q).abs().sum() / 2
-            elif spec.response_loss == "k2":
+            elif spec.options.response_loss == "k2":
                 value = (q[label] / p[label]).log() ** 2 / 2
             else:
                 value = -q[label].log()
-            total = total + value * spec.response_position_decay ** (offset - 1)
-            weights += spec.response_position_decay ** (offset - 1)
+            total = total + value * spec.options.response_position_decay ** (offset - 1)
+            weights += spec.options.response_position_decay ** (offset - 1)
         refused = zip(
             plan.rejected_block,
             plan.rejected_offset,
@@ -182,8 +183,10 @@ def plain_loss(
         for block, offset, token, logprob in refused:
             ratio = logprob - log_q[block][offset][token]
             assert ratio.exp() - ratio - 1 < 10, "the estimator clamps larger values"
-            total = total + (ratio.exp() - ratio - 1) * spec.rejected_position_decay ** (offset - 1)
-            weights += spec.rejected_position_decay ** (offset - 1)
+            total = total + (ratio.exp() - ratio - 1) * spec.options.rejected_position_decay ** (
+                offset - 1
+            )
+            weights += spec.options.rejected_position_decay ** (offset - 1)
     return total / weights
 
 
@@ -198,7 +201,7 @@ def plain_loss(
 def test_an_update_has_the_gradient_of_the_plain_loss(
     models: Path, one_rank: None, response_loss: str, temperature: float
 ) -> None:
-    spec = replace(
+    spec = varied(
         SPEC,
         response_loss=response_loss,
         loss_max_clamp=None,
@@ -318,14 +321,14 @@ def test_the_gradient_is_clipped_and_its_norm_reported_before(
 def test_the_target_is_frozen(models: Path, one_rank: None) -> None:
     trainer = make_trainer(models, feature_cache_mb=0)
     ids, lengths = torch.arange(10).unsqueeze(0), torch.tensor([10])
-    before, head = trainer.target.features(ids, lengths), trainer.target.lm_head_weight.clone()
+    before, head = trainer.source.features(ids, lengths), trainer.head.weight.clone()
     trainer.update(make_items(), totals_of(make_items()), SPEC, LR)
-    after = trainer.target.features(ids, lengths)
+    after = trainer.source.features(ids, lengths)
     assert torch.equal(before.aux, after.aux)
     assert torch.equal(before.last_hidden, after.last_hidden)
-    assert torch.equal(head, trainer.target.lm_head_weight)
-    assert trainer.target.lm_head_weight.grad is None
-    assert not trainer.target.lm_head_weight.requires_grad
+    assert torch.equal(head, trainer.head.weight)
+    assert trainer.head.weight.grad is None
+    assert not trainer.head.weight.requires_grad
 
 
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
@@ -333,7 +336,7 @@ def test_updates_fit_the_draft_to_its_samples(
     models: Path, one_rank: None, param_dtype: str
 ) -> None:
     trainer = make_trainer(models, param_dtype=param_dtype, gradient_checkpointing=True)
-    spec = replace(SPEC, response_loss="cross_entropy", rejected_stream_weight=0.0)
+    spec = varied(SPEC, response_loss="cross_entropy", rejected_stream_weight=0.0)
     losses = [
         trainer.update(make_items(), totals_of(make_items(), spec), spec, 10 * LR).finish()[
             "actor/distillation/loss"

@@ -1,4 +1,4 @@
-"""What optimiser steps are made of: loss settings of the two phases, mini-batches, and the terms of
+"""What optimiser steps are made of: loss settings of the two stages, mini-batches, and the terms of
 the policy-gradient form. Pure functions.
 """
 
@@ -8,46 +8,34 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from verl_opd.config.schema import Config
-from verl_opd.opd.losses import LossSpec
+from verl_opd.opd.losses import LossSettings
+from verl_opd.opd.options import LossOptions
 from verl_opd.opd.plan import TrainItem, item_rng
 from verl_opd.opd.trace import RolloutSample
 
 Reward = Callable[[tuple[int, ...], tuple[int, ...], str], float]
 
 
-def opd_loss_spec(cfg: Config) -> LossSpec:
+def opd_loss(cfg: Config) -> LossSettings:
     """The two loss streams of on-policy steps."""
-    opd = cfg.opd
-    return LossSpec(
-        response_loss=opd.response_loss,
-        rejected_loss=opd.rejected_loss,
-        response_stream_weight=opd.response_stream_weight,
-        rejected_stream_weight=opd.rejected_stream_weight,
-        response_position_decay=opd.response_position_decay,
-        rejected_position_decay=1.0 if opd.rejected_first_only else opd.rejected_position_decay,
-        loss_max_clamp=opd.loss_max_clamp,
-        log_prob_min_clamp=opd.log_prob_min_clamp,
-        convention=opd.convention,
-        teacher_temperature=cfg.rollout.temperature or 1.0,
-        policy_gradient=opd.policy_gradient,
-        clip_ratio=opd.clip_ratio,
-        confidence_weight=opd.confidence_weight,
-    )
+    decay = 1.0 if cfg.opd.rejected_first_only else cfg.opd.rejected_position_decay
+    options = replace(cfg.opd, rejected_position_decay=decay)
+    return LossSettings(options, teacher_temperature=cfg.rollout.temperature or 1.0)
 
 
-def warmup_loss_spec(cfg: Config) -> LossSpec:
+def sft_loss(cfg: Config) -> LossSettings:
     """Whole-block supervision: only the response stream, unclamped, earlier slots weighing more."""
-    return LossSpec(
+    options = LossOptions(
         response_loss=cfg.sft.loss,
         rejected_loss=cfg.opd.rejected_loss,
-        response_stream_weight=1.0,
         rejected_stream_weight=0.0,
+        confidence_weight=0.0,
         response_position_decay=cfg.sft.position_decay,
         rejected_position_decay=1.0,
         loss_max_clamp=None,
         log_prob_min_clamp=None,
-        convention="exact",
     )
+    return LossSettings(options)
 
 
 def with_policy_terms(
