@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 
 @dataclass
 class StepMetrics:
-    """Additive measurements of one step on one rank.
+    """Additive measurements of one step on one rank, by name; a name has one kind only."""
 
-    means: name -> (sum, count), reported as sum / count and omitted when count is 0. sums: name ->
-    total. mins / maxs: name -> extreme. A name lives in one kind only.
-    """
-
+    # (sum, count), reported as sum / count and omitted when count is 0
     means: dict[str, tuple[float, float]] = field(default_factory=dict)
+    # totals
     sums: dict[str, float] = field(default_factory=dict)
+    # extremes
     mins: dict[str, float] = field(default_factory=dict)
     maxs: dict[str, float] = field(default_factory=dict)
 

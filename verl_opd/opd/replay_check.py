@@ -1,4 +1,4 @@
-"""Does training replay what the engine drafted? Greedy proposals say so: the replayed slot must
+"""Does training replay what the engine drafted? Greedy proposals show it: the replayed slot must
 choose the token that the engine proposed.
 
 Layer ids, positions, mask, anchors, head and weights all have to agree for that, and each of them

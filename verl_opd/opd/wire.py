@@ -48,7 +48,7 @@ def to_extra_fields(trace: VerifyTrace) -> dict[str, Any]:
 
 
 _ALL_KEYS = tuple(to_extra_fields(VerifyTrace(0, ())))
-_REFUSAL_KEYS = tuple(key for key in _ALL_KEYS if key.startswith("dflash_rejected_draft_"))
+_REJECTION_KEYS = tuple(key for key in _ALL_KEYS if key.startswith("dflash_rejected_draft_"))
 _BLOCK_KEYS = (
     "dflash_replay_block_anchor_indices",
     "dflash_replay_block_accepted_lengths",
@@ -63,7 +63,7 @@ def from_extra_fields(fields: Mapping[str, Any], response_len: int) -> VerifyTra
     missing = [key for key in _ALL_KEYS if key not in fields]
     if missing:
         raise ValueError(f"extra fields lack {', '.join(missing)}")
-    for group in (_BLOCK_KEYS, _REFUSAL_KEYS):
+    for group in (_BLOCK_KEYS, _REJECTION_KEYS):
         lengths = {key: len(fields[key]) for key in group}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"parallel lists of different lengths: {lengths}")

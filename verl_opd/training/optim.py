@@ -29,7 +29,7 @@ def lr_at(step: int, total_steps: int, optim: OptimConfig, base_lr: float | None
 def build_optimizer(module: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
     """AdamW over the trainable parameters; norms (one-dimensional parameters) are not decayed.
 
-    Its state is there from the start: torch.distributed.checkpoint fills a missing one by taking a
+    Its state exists from the start: torch.distributed.checkpoint fills a missing one by taking a
     step, which would count.
     """
     decayed = [p for p in module.parameters() if p.requires_grad and p.ndim > 1]

@@ -44,7 +44,7 @@ def save_distributed(
             {"training": _Training(draft, optimizer), f"rng_{rank}": torch.get_rng_state()},
             checkpoint_id=directory,
         )
-    except CheckpointException as error:  # no Exception: it would end a Ray worker
+    except CheckpointException as error:  # not an Exception: it would end a Ray worker
         raise _reason(error) from error
 
 
