@@ -1,6 +1,4 @@
-"""Tokens with a meaning of their own: which ones end a response, and which one may stand for a
-masked slot.
-"""
+"""Special tokens: which ones end a response, and which one may fill a masked slot."""
 
 from __future__ import annotations
 
@@ -54,8 +52,8 @@ def _used_ids(tokenizer: Any, eos_ids: Iterable[int]) -> set[int]:
 
 
 def stop_token_ids(path: str, config: Any, tokenizer: Any) -> frozenset[int]:
-    """Every token that ends a response of the target at `path`: those of its generation config, as
-    the engine reads it, of `config`, its AutoConfig, and of its tokenizer. Chat models often have
+    """Every token that ends a response of the target at `path`, from three places: its generation
+    config, as the engine reads it; `config`, its AutoConfig; its tokenizer. Chat models often have
     several.
     """
     from transformers import GenerationConfig
@@ -97,8 +95,8 @@ def check_mask_token(mask_id: int, tokenizer: Any, rows: int, eos_ids: Iterable[
 def check_same_vocabulary(
     key: str, model: str, tokenizer: Any, rows: int, trust_remote_code: bool
 ) -> None:
-    """ConfigError unless the model that `key` names reads token ids as the target with `tokenizer`
-    and `rows` embedding rows does.
+    """ConfigError unless the model that `key` names has the token ids of the target, which has
+    `tokenizer` and `rows` embedding rows.
     """
     from transformers import AutoConfig, AutoTokenizer
 
