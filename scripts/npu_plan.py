@@ -417,12 +417,12 @@ def _plan(options: argparse.Namespace, table: Mapping[str, VersionRow]) -> int:
 def _lines(options: argparse.Namespace) -> list[str]:
     if options.command == "pins":
         return [*pins(detect(os.environ).packages, options.torch_only), *options.also]
-    asked = [
+    required = [
         line
         for folder in options.folders
         for line in strings_of("requires", (folder / "pyproject.toml").read_text(encoding="utf-8"))
     ]
-    return [line for line in dict.fromkeys(asked) if not re.match(r"(torch|triton)", line)]
+    return [line for line in dict.fromkeys(required) if not re.match(r"(torch|triton)", line)]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Facts of the devices, and what Ray is asked for."""
+"""What devices declare, and the resources that Ray reserves for them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Given conversations: which tokens the assistant would have generated, by golden masks; what is
-refused, dropped and counted.
+"""Conversations: which tokens the assistant would have generated, by golden masks; which rows are
+errors, and which are dropped and counted.
 """
 
 from __future__ import annotations

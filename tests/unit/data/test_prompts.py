@@ -1,5 +1,5 @@
-"""Reading prompt files: what is accepted, what is refused with file and line, what is dropped and
-counted.
+"""Reading prompt files: which rows are accepted, which are errors with file and line, and which are
+dropped and counted.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""install_npu.sh on machines made of fake packages: what it asks pip and git for, when it refuses,
-and when it does nothing.
+"""install_npu.sh on machines made of fake packages: how it calls pip and git, when it stops, and
+when it does nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SCRIPTS = [
     *sorted((ROOT / "examples").rglob("*.sh")),
 ]
 
-# Sees only the packages below $SITE; what is asked of pip is noted and played by PIP.
+# Sees only the packages below $SITE; calls of pip are noted and played by PIP.
 PYTHON = """\
 #!/usr/bin/env bash
 if [[ "$1 $2" == "-m pip" ]]; then shift 2; exec "$REAL_PYTHON" -S "$FAKES/pip.py" "$@"; fi

@@ -1,6 +1,4 @@
-"""scripts/install.sh against a scripted interpreter: what it asks pip for, and when it does
-nothing.
-"""
+"""scripts/install.sh with a scripted interpreter: how it calls pip, and when it does nothing."""
 
 from __future__ import annotations
 
