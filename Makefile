@@ -10,7 +10,7 @@ install: ## make .venv and install verl-opd and the packages of its tests for th
 	@scripts/install.sh
 
 quickstart: install ## the whole loop on the CPU: make a small target, train a new draft for it
-	$(PYTHON_BIN)/python -m verl_opd.commands.prepare
+	$(PYTHON_BIN)/verl-opd prepare
 	$(PYTHON_BIN)/verl-opd train quickstart
 
 test: install ## the whole test suite, lint included

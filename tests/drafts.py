@@ -114,4 +114,5 @@ def random_inputs(layout: Layout, features: int = 3, seed: int = 0) -> tuple[Ten
 def shapes_of(path: Path) -> dict[str, tuple[int, ...]]:
     """Name -> shape of a safetensors file, read from its header."""
     with safe_open(str(path), framework="pt") as file:
-        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        names = list(file.keys())
+        return {name: tuple(file.get_slice(name).get_shape()) for name in names}

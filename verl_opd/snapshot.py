@@ -30,15 +30,12 @@ def checksum(tensors: Mapping[str, torch.Tensor]) -> str:
 
 @dataclass(frozen=True)
 class DraftSnapshot:
-    """version: optimiser steps taken (0 = initial weights); path: safetensors file with the bf16
-    tensors under public checkpoint names; names and shapes of its tensors; checksum as computed by
-    `checksum` over the same tensors.
-    """
+    """The draft at one version, in a file that engines load."""
 
-    version: int
-    path: str
-    shapes: dict[str, tuple[int, ...]]
-    checksum: str
+    version: int  # optimiser steps taken; 0 = initial weights
+    path: str  # safetensors file: bf16 tensors under public checkpoint names
+    shapes: dict[str, tuple[int, ...]]  # name -> shape of every tensor in the file
+    checksum: str  # `checksum` of the tensors in the file
 
 
 class SnapshotWriter:

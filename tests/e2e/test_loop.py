@@ -230,7 +230,7 @@ def test_an_overfitted_draft_is_nearly_always_accepted_also_by_plain_vllm(
             str(folder / "run"),
             "--out",
             str(exported),
-            "--reader",
+            "--format",
             "speculators",
         ]
     )

@@ -61,7 +61,7 @@ def test_export(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch,
         "verl_opd.training.export",
         export_checkpoint=lambda *arguments: calls.append(arguments),
-        serve_line=lambda checkpoint, draft, reader: f"vllm serve {draft}",
+        serve_line=lambda checkpoint, draft, format: f"vllm serve {draft}",
     )
     assert main(["export", "runs/x/checkpoints/step_1", "--out", "draft", "--force"]) == 0
     assert main(["export", "runs/x", "--out", "draft", "--format", "sglang"]) == 0

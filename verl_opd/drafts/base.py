@@ -1,30 +1,32 @@
 """What a draft family provides. A new family is one folder below `drafts` whose package defines
-FAMILY.
+FAMILY, an object of a subclass of DraftFamily.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from verl_opd.config.schema import DraftConfig
+from verl_opd.drafts import files
 from verl_opd.drafts.formats import Use
+from verl_opd.drafts.layers import random_init
+from verl_opd.errors import ConfigError
 from verl_opd.opd.layout import Layout
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A draft vocabulary of Vd < V tokens. token_ids [Vd] int64, ascending: target id of every
-    draft id.
-    """
+    """A draft vocabulary of Vd < V tokens."""
 
-    token_ids: Tensor
+    token_ids: Tensor  # [Vd] int64, ascending: target id of every draft id
 
     def draft_ids(self, size: int) -> Tensor:
         """[size] int64: draft id of every target id, -1 where there is none."""
@@ -35,42 +37,52 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class OwnHead:
-    """A trainable LM head: weight [Vd, width of what `replay` returns]; vocabulary None when Vd is
-    the target's whole vocabulary.
+    """A trainable LM head."""
+
+    weight: Tensor  # [Vd, width of what `replay` returns]
+    vocabulary: Vocabulary | None  # None: Vd is the target's whole vocabulary
+
+
+class DraftFamily(ABC):
+    """A kind of draft. The defaults are those of a family that borrows the target's embedding and
+    LM head and drafts the K proposals of a block in one forward.
     """
 
-    weight: Tensor
-    vocabulary: Vocabulary | None
-
-
-class DraftFamily(Protocol):
-    """name: value of draft.family. engine_method: vLLM's speculative_config["method"].
-    engine_names: (prefix of a parameter in vLLM's draft module, after its leading "model.", public
-    prefix) where the two differ. has_own_head: whether drafts bring an LM head instead of borrowing
-    the target's. autoregressive: whether a proposal is drafted from the one before it, so that a
-    slot after a refused one has seen the refused token. v2_runner: whether only vLLM's V2 model
-    runner drafts with it, which needs an accelerator.
-    """
-
+    # value of draft.family, and the name of the family's folder
     name: str
+    # vLLM's speculative_config["method"]
     engine_method: str
-    engine_names: tuple[tuple[str, str], ...]
-    has_own_head: bool
-    autoregressive: bool
-    v2_runner: bool
+    # the draft network, made from a config.json; its state_dict has the public checkpoint names
+    network: type[nn.Module]
+    # (prefix of a parameter in vLLM's draft module, after its leading "model.", public prefix)
+    # where the two differ
+    engine_names: tuple[tuple[str, str], ...] = ()
+    # tensors of the target ("embed_tokens.weight", "lm_head.weight") that public files may repeat
+    copies: tuple[str, ...] = ()
+    # drafts bring an LM head instead of borrowing the target's
+    has_own_head: bool = False
+    # a proposal is drafted from the one before it: a slot after a rejected one saw that token
+    autoregressive: bool = False
+    # only vLLM's V2 model runner drafts with it, which needs an accelerator
+    v2_runner: bool = False
+    # between "actor/distillation/" and the name of every metric of the confidence head
+    confidence_prefix: str = ""
 
+    # -- config.json
+
+    @abstractmethod
     def derive_config(
         self, target: PretrainedConfig, draft: DraftConfig, num_speculative_tokens: int
     ) -> dict[str, Any]:
         """config.json of a new draft for `target`."""
-        ...
 
     def load_config(self, path: str, target: PretrainedConfig | None = None) -> dict[str, Any]:
-        """config.json of the draft directory `path`; with `target`, what a public file leaves to it
-        is written down.
+        """config.json of the draft directory `path`. With `target`, keys that public files leave to
+        the target are filled in.
         """
-        ...
+        return self.from_speculators(files.read_config(path))
 
+    @abstractmethod
     def check(
         self,
         config: Mapping[str, Any],
@@ -81,53 +93,68 @@ class DraftFamily(Protocol):
         """ConfigError, with both numbers, when draft, target and K do not fit or the draft needs
         what replay does not support.
         """
-        ...
 
-    def layer_ids(self, config: Mapping[str, Any]) -> list[int]: ...
+    @abstractmethod
+    def layer_ids(self, config: Mapping[str, Any]) -> list[int]:
+        """Target layers that the draft reads (targets/layers.py), in the order of its input."""
 
     def mask_token_id(self, config: Mapping[str, Any]) -> int | None:
         """The token that fills slots still to be predicted; None for a family that drafts one token
         after the other.
         """
-        ...
+        return None
 
     def block_size(self, config: Mapping[str, Any], num_speculative_tokens: int) -> int:
         """B: the anchor and the proposals of one block."""
-        ...
+        return num_speculative_tokens + 1
 
     def with_block(self, config: Mapping[str, Any], size: int) -> dict[str, Any]:
-        """`config` of a trained draft that is to draft, and learn, in blocks of `size` from now on;
-        ConfigError when it cannot.
+        """`config` of a trained draft, changed to draft and learn in blocks of `size`; ConfigError
+        when it cannot.
         """
-        ...
+        raise ConfigError(
+            f"draft.block_size={size}: blocks of this family are as long as "
+            "rollout.num_speculative_tokens; leave the key out"
+        )
+
+    # -- weights
 
     def build(self, config: Mapping[str, Any], *, seed: int, init_std: float) -> nn.Module:
-        """The draft with random float32 weights; its state_dict names are the public checkpoint
-        names.
-        """
-        ...
+        """The draft with random float32 weights."""
+        draft = self.network(config)
+        random_init(draft, seed, init_std)
+        return draft
 
     def load_weights(
         self, draft: nn.Module, path: str, frozen: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Load the draft directory `path` into `draft`; ConfigError lists missing, unexpected and
-        misshapen tensors, and names a copy in the file that is not the target's (`frozen`:
-        "embed_tokens.weight" and "lm_head.weight" of the target).
+        """Load the draft directory `path` into `draft`. ConfigError lists missing, unexpected and
+        misshapen tensors, and names one of `copies` in the file that differs from the target's
+        (`frozen`: the target's tensors by these names).
         """
-        ...
+        files.load_into(draft, path, frozen, self.copies)
+
+    def save_pretrained(
+        self, state: Mapping[str, Tensor], config: Mapping[str, Any], path: Path
+    ) -> None:
+        """Write an HF-format directory (config.json, model.safetensors in bf16)."""
+        files.write_draft(state, config, path)
 
     def shard_units(self, draft: nn.Module) -> list[nn.Module]:
-        """Sub-modules that FSDP2 shards one by one, before the root."""
-        ...
+        """Sub-modules that FSDP2 shards one by one, before the root. None: the root is the unit."""
+        return []
 
+    # -- training
+
+    @abstractmethod
     def inputs(
         self, config: Mapping[str, Any], embed: Callable[[Tensor], Tensor], layout: Layout
     ) -> Any:
         """What `replay` needs of the frozen target's embedding: `embed` maps token ids [...] to
         embeddings [..., h].
         """
-        ...
 
+    @abstractmethod
     def replay(self, draft: nn.Module, features: Tensor, inputs: Any, layout: Layout) -> Tensor:
         """Training forward: every block of the micro-batch as the engine drafted it.
 
@@ -135,37 +162,44 @@ class DraftFamily(Protocol):
         positions; inputs: as `inputs` gave them. Returns draft hidden states [b, N*B, h], ready for
         the LM head; slot 0 of a block, its anchor, predicts nothing.
         """
-        ...
 
     def own_head(self, draft: nn.Module, target_head: Tensor) -> OwnHead | None:
         """The head for what `replay` returns, when it is not just the target's [V, h]; None when it
         is. Under FSDP only after `replay`, while the root's weights are whole.
         """
-        ...
+        return None
 
     def confidence(self, draft: nn.Module) -> Callable[[Tensor], Tensor] | None:
         """Acceptance logits [M] float32 from what `replay` returned at M slots, whose gradient ends
         there; None for a draft without such a head. Under FSDP as `own_head`.
         """
-        ...
+        return None
 
     def vocabulary(self, config: Mapping[str, Any], path: str | None) -> Vocabulary | None:
         """The part of the target's vocabulary that the draft at `path` can propose; None for all of
         it.
         """
-        ...
+        return None
 
-    def for_reader(
-        self, config: Mapping[str, Any], reader: str, use: Use
+    # -- file formats of other programs (formats.py)
+
+    def to_format(
+        self, config: Mapping[str, Any], format: str, use: Use
     ) -> tuple[dict[str, Any], Callable[[str], str]]:
-        """config.json, and what to call each parameter, for one of the readers of formats.py;
-        ConfigError when it does not read this family. What `load_config` and `load_weights` read
-        back is the same draft, but for sglang.
+        """config.json in `format`, and what to call each parameter there; ConfigError when the
+        format has no place for this draft. `load_config` and `load_weights` read the same draft
+        back, except from sglang.
         """
-        ...
+        if format == "speculators":
+            return self.to_speculators(config, use), str
+        return dict(config), str
 
-    def save_pretrained(
-        self, state: Mapping[str, Tensor], config: Mapping[str, Any], path: Path
-    ) -> None:
-        """Write an HF-format directory (config.json, model.safetensors in bf16)."""
-        ...
+    @abstractmethod
+    def to_speculators(self, config: Mapping[str, Any], use: Use) -> dict[str, Any]:
+        """The config.json of a speculators file of this draft."""
+
+    @abstractmethod
+    def from_speculators(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """`config` itself in this family's layout; a speculators file turned into that layout, as
+        vLLM reads it.
+        """

@@ -15,7 +15,6 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PretrainedConfig
 
 from verl_opd.errors import ConfigError, HubUnreachable
 
@@ -56,7 +55,7 @@ def rope_settings(config: Mapping[str, Any], what: str) -> dict[str, Any]:
     """rope_type, rope_theta and whatever else is set, from either spelling; ConfigError when theta
     is missing.
 
-    Engines read the file through transformers, which fills in 10000 without a word: a draft trained
+    Engines read the file through transformers, which silently fills in 10000: a draft trained
     with another base then accepts little.
     """
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
@@ -68,18 +67,6 @@ def rope_settings(config: Mapping[str, Any], what: str) -> dict[str, Any]:
         )
     legacy = rope.pop("type", "default")
     return {"rope_theta": float(theta), "rope_type": rope.pop("rope_type", legacy), "extra": rope}
-
-
-def check_sizes(config: Mapping[str, Any], target: PretrainedConfig) -> None:
-    """ConfigError, with both numbers, for a draft of another hidden size or vocabulary than its
-    target's.
-    """
-    for key in ("hidden_size", "vocab_size"):
-        if config[key] != getattr(target, key):
-            raise ConfigError(
-                f"draft does not fit the target: {key} is {config[key]} in the draft and "
-                f"{getattr(target, key)} in the target"
-            )
 
 
 def read_weights(path: str) -> dict[str, Tensor]:
@@ -100,7 +87,7 @@ def load_into(
     copies: Sequence[str] = (),
     rename: Callable[[str], str] = str,
 ) -> None:
-    """Load the draft directory `path` into `draft`, as DraftFamily.load_weights says.
+    """Load the draft directory `path` into `draft`, as DraftFamily.load_weights describes.
 
     copies: names of `frozen` that files of this family may carry; they are compared, in bf16, and
     left out. rename: a file's name -> ours.

@@ -1,10 +1,9 @@
-"""Draft files as other programs than vLLM's plain loader read them, and public files of theirs as
-this project reads them.
+"""The formats of draft files: what an export writes, and which public files can be read.
 
-vllm: config.json and names as every draft directory here has them. speculators: one config.json
-that names its target and its proposals, from which `vllm serve <draft>` starts both
-(vllm.transformers_utils.configs.speculators). sglang: the same file but for EAGLE-3, see its
-family.
+vllm          config.json and tensor names of every draft directory in this project
+speculators   one config.json that also names the target and the number of proposals:
+              `vllm serve <draft>` starts both (vllm.transformers_utils.configs.speculators)
+sglang        as vllm, except for EAGLE-3: see Eagle3.to_format
 """
 
 from __future__ import annotations
@@ -20,13 +19,11 @@ _TYPE = "speculators_model_type"
 
 @dataclass(frozen=True)
 class Use:
-    """What a speculators file says about its use. target: HF path or hub id. architectures: the
-    target's.
-    """
+    """How a draft is used, for formats that write it down (speculators)."""
 
-    target: str
-    num_speculative_tokens: int
-    architectures: tuple[str, ...] = ()
+    target: str  # HF path or hub id
+    num_speculative_tokens: int  # K, proposals of one block
+    architectures: tuple[str, ...] = ()  # the target's, from its config.json; empty when unknown
 
 
 def to_speculators(
@@ -70,7 +67,7 @@ def speculators_parts(
 
 
 def without_nulls(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` without keys of value null, which typed readers refuse."""
+    """`config` without keys of value null, which engines with typed configurations reject."""
     return {
         key: without_nulls(value) if isinstance(value, Mapping) else value
         for key, value in config.items()

@@ -23,7 +23,7 @@ class RMSNorm(nn.Module):
         return scaled.to(x.dtype) * self.weight.to(x.dtype)
 
 
-Rotation = tuple[Tensor, Tensor]
+Rotation = tuple[Tensor, Tensor]  # cos and sin, [b, 1, L, head_dim] each
 
 
 def rotation(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotation:
@@ -35,8 +35,8 @@ def rotation(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype)
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
     # the reciprocal first, as engines do: dividing instead moves float32 angles by milliradians at
     # position 30000
-    angles = positions.float().unsqueeze(-1) * (1.0 / theta**exponent)
-    angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
+    angles = positions.float().unsqueeze(-1) * (1.0 / theta**exponent)  # [b, L, head_dim/2]
+    angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)  # [b, 1, L, head_dim]
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
@@ -44,7 +44,7 @@ def rotate(x: Tensor, rope: Rotation) -> Tensor:
     """Apply the rotation to x [b, heads, L, head_dim]."""
     cos, sin = rope
     wide = x.float()
-    first, second = wide.chunk(2, dim=-1)
+    first, second = wide.chunk(2, dim=-1)  # [b, heads, L, head_dim/2] each
     return (wide * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
 
@@ -58,13 +58,12 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(intermediate, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
 
 
 def random_init(module: nn.Module, seed: int, std: float) -> None:
-    """Normal weights in every linear layer and embedding of `module`, biases 0;
-    norms stay at one.
-    """
+    """Normal weights in every linear layer and embedding of `module`, biases 0; norms stay at 1."""
     generator = torch.Generator().manual_seed(seed)
     for part in module.modules():
         if isinstance(part, nn.Linear | nn.Embedding):
@@ -79,7 +78,7 @@ def masked_block_embeds(
     """Embeddings [b, N, slots, h] of blocks: the anchor token (anchor_ids [b, N]), then mask
     tokens.
     """
-    mask = embed(torch.tensor(mask_token_id, device=anchor_ids.device))
+    mask = embed(torch.tensor(mask_token_id, device=anchor_ids.device))  # [h]
     embeds = mask.expand(*anchor_ids.shape, slots, -1).clone()
-    embeds[:, :, 0] = embed(anchor_ids)
+    embeds[:, :, 0] = embed(anchor_ids)  # [b, N, h]
     return embeds

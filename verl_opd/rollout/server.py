@@ -21,7 +21,7 @@ from verl_opd.errors import RolloutError
 from verl_opd.opd.trace import to_extra_fields
 from verl_opd.rollout.trace_check import TraceCheck
 from verl_opd.snapshot import DraftSnapshot
-from verl_opd.targets.layers import vllm_aux_layer_id
+from verl_opd.targets.layers import to_vllm_aux_ids
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ def _differences(probe: dict[str, Any], speculation: Speculation) -> str:
         "num_speculative_tokens": speculation.num_speculative_tokens,
         "mask_token_id": speculation.mask_token_id,
         "token_map": speculation.token_map,
-        "aux_layer_ids": [vllm_aux_layer_id(i) for i in speculation.target_layer_ids],
+        "aux_layer_ids": to_vllm_aux_ids(speculation.target_layer_ids),
         "tensor_parallel_size": 1,  # draft push and read-back know unsharded tensors only
         # a mask_embedding.pt beside the draft, which training would not replay
         "own_mask_embedding": False,

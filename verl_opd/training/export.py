@@ -21,14 +21,15 @@ from verl_opd.training.checkpoint import CheckpointStore, find_checkpoint
 
 
 def export_checkpoint(
-    checkpoint: Path, out: Path, force: bool = False, reader: str = "vllm"
+    checkpoint: Path, out: Path, force: bool = False, format: str = "vllm"
 ) -> Path:
-    """Write the draft of `checkpoint` (or of a run directory: its best, else its latest) to `out`,
-    as `reader` (drafts/formats.py) reads it, whole or not at all.
+    """Write the draft of `checkpoint` (or of a run directory: its best, else its latest) to `out`
+    in `format` (drafts/formats.py), whole or not at all.
 
     What will be handed over is read back first: every tensor of the draft's own network, by name,
-    shape and dtype, finite and unchanged. ConfigError when it is not that, when the reader does not
-    read this family, or when `out` exists and `force` is not set. The checkpoint is never changed.
+    shape and dtype, finite and unchanged. ConfigError when it is not that, when the format has no
+    place for this draft, or when `out` exists and `force` is not set. The checkpoint is never
+    changed.
     """
     source = find_checkpoint(Path(checkpoint))
     if out.exists() and not force:
@@ -52,13 +53,10 @@ def export_checkpoint(
     use = Use(
         identity["target"], identity["num_speculative_tokens"], _architectures(identity["target"])
     )
-    config, rename = get_family(identity["family"]).for_reader(
-        files.read_config(str(draft)), reader, use
-    )
-    config, tensors = (
-        without_nulls(config),
-        {rename(name): tensor for name, tensor in files.read_weights(str(draft)).items()},
-    )
+    family = get_family(identity["family"])
+    config, rename = family.to_format(files.read_config(str(draft)), format, use)
+    config = without_nulls(config)
+    tensors = {rename(name): tensor for name, tensor in files.read_weights(str(draft)).items()}
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
@@ -136,15 +134,15 @@ def serve_command(
     return f"vllm serve {shlex.quote(target_path)} --speculative-config {shlex.quote(speculative)}"
 
 
-def serve_line(checkpoint: Path, draft: Path, reader: str = "vllm") -> str:
-    """The command that serves a draft exported from `checkpoint` for `reader`: with its target, and
+def serve_line(checkpoint: Path, out: Path, format: str = "vllm") -> str:
+    """The command that serves `out`, exported from `checkpoint` in `format`, with its target and
     all proposals of its block.
     """
     identity = CheckpointStore.read_state(find_checkpoint(checkpoint))["identity"]
     family, tokens = get_family(identity["family"]), identity["num_speculative_tokens"]
-    if reader == "speculators":
-        return f"vllm serve {shlex.quote(str(draft))}"
-    if reader == "sglang":
+    if format == "speculators":
+        return f"vllm serve {shlex.quote(str(out))}"
+    if format == "sglang":
         chain = (
             f"--speculative-num-steps {tokens} --speculative-eagle-topk 1 "
             if family.autoregressive
@@ -153,7 +151,7 @@ def serve_line(checkpoint: Path, draft: Path, reader: str = "vllm") -> str:
         return (
             f"python -m sglang.launch_server --model-path {shlex.quote(identity['target'])} "
             f"--speculative-algorithm {family.engine_method.upper()} "
-            f"--speculative-draft-model-path {shlex.quote(str(draft))} "
+            f"--speculative-draft-model-path {shlex.quote(str(out))} "
             f"{chain}--speculative-num-draft-tokens {tokens + 1}"
         )
-    return serve_command(identity["target"], str(draft), tokens, family.engine_method)
+    return serve_command(identity["target"], str(out), tokens, family.engine_method)

@@ -1,4 +1,4 @@
-"""Values that cannot work are refused before anything starts, with key, value and remedy."""
+"""Values that cannot work are errors before anything starts, with key, value and remedy."""
 
 from __future__ import annotations
 

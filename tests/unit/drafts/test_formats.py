@@ -1,5 +1,5 @@
-"""One draft in the file layouts of several readers: what each of them understands, and that nothing
-is lost on the way there and back.
+"""One draft in several file formats: what each engine understands, and that nothing is lost on the
+way there and back.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def network(family: str, config: dict[str, Any]) -> nn.Module:
     return draft
 
 
-def exported(tmp_path: Path, family: str, config: dict[str, Any], reader: str) -> tuple[Path, Path]:
+def exported(tmp_path: Path, family: str, config: dict[str, Any], format: str) -> tuple[Path, Path]:
     """(checkpoint, export) of a new draft."""
     store = CheckpointStore(tmp_path / "run", keep_last=1)
     get_family(family).save_pretrained(
@@ -105,7 +105,7 @@ def exported(tmp_path: Path, family: str, config: dict[str, Any], reader: str) -
             }
         },
     )
-    return checkpoint, export_checkpoint(checkpoint, tmp_path / reader, reader=reader)
+    return checkpoint, export_checkpoint(checkpoint, tmp_path / format, format=format)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -185,7 +185,7 @@ def test_vllm_understands_a_speculators_file_as_the_draft_it_is(case: str, tmp_p
         )
 
 
-def test_speculators_names_its_layer_as_its_readers_do(tmp_path: Path) -> None:
+def test_speculators_names_its_layer_as_its_engines_do(tmp_path: Path) -> None:
     _, out = exported(tmp_path, *CASES["eagle3"], "speculators")
     names = shapes_of(out / "model.safetensors")
     assert "layers.0.self_attn.q_proj.weight" in names
@@ -218,15 +218,15 @@ def test_sglang_gets_unshifted_layer_ids_and_names_that_all_its_releases_know(
         with pytest.raises(
             ConfigError, match=f"has {name} switched on, which SGLang does not read"
         ):
-            get_family("eagle3").for_reader({**config, name: True}, "sglang", Use("t", K))
+            get_family("eagle3").to_format({**config, name: True}, "sglang", Use("t", K))
     (tmp_path / "other").mkdir()
     _, same = exported(tmp_path / "other", *CASES["dflash"], "sglang")
     assert json.loads((same / "config.json").read_text()) == CASES["dflash"][1]
     with pytest.raises(ConfigError, match="SGLang does not draft with DSpark"):
-        get_family("dspark").for_reader(CASES["dspark"][1], "sglang", Use("t", K))
+        get_family("dspark").to_format(CASES["dspark"][1], "sglang", Use("t", K))
 
 
-def test_no_reader_gets_a_null(tmp_path: Path) -> None:
+def test_no_format_has_a_null(tmp_path: Path) -> None:
     """J9."""
     _, out = exported(tmp_path, *CASES["dflash with nulls, as public files have them"], "vllm")
     assert "null" not in (out / "config.json").read_text()

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from verl_opd.errors import ConfigError
-from verl_opd.targets.layers import default_layer_ids, vllm_aux_layer_id
+from verl_opd.targets.layers import (
+    default_layer_ids,
+    eagle3_default_layer_ids,
+    from_vllm_aux_ids,
+    to_vllm_aux_ids,
+)
 
 
 @pytest.mark.parametrize(
@@ -33,5 +40,21 @@ def test_more_features_than_layers_can_give(layers: int, count: int) -> None:
         default_layer_ids(layers, count)
 
 
-def test_conventions() -> None:
-    assert [vllm_aux_layer_id(i) for i in (0, 35)] == [1, 36]
+def test_vllm_counts_layer_inputs_from_one() -> None:
+    assert to_vllm_aux_ids([0, 35]) == [1, 36]
+    assert from_vllm_aux_ids([1, 36]) == [0, 35]
+    written: list[Any] = ["2", 18.0]  # as a config.json may have them
+    assert from_vllm_aux_ids(written) == [1, 17]
+
+
+@pytest.mark.parametrize(
+    ("layers", "ids"),
+    [
+        (36, [1, 17, 32]),  # Qwen3-4B: aux ids 2, 18, 33
+        (32, [1, 15, 28]),  # Llama-3.1-8B: aux ids 2, 16, 29
+        (9, [1, 3, 5]),  # aux ids 2, 4, 6
+    ],
+)
+def test_the_default_layers_of_eagle3_are_those_of_vllm(layers: int, ids: list[int]) -> None:
+    assert eagle3_default_layer_ids(layers) == ids
+    assert to_vllm_aux_ids(ids) == [2, layers // 2, layers - 3]

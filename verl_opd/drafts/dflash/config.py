@@ -1,4 +1,4 @@
-"""DFlash config.json: read public ones, derive new ones, refuse what replay would not reproduce."""
+"""DFlash config.json: read public ones, derive new ones, reject what replay cannot reproduce."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from verl_opd.config.schema import DraftConfig
-from verl_opd.drafts import files, formats
+from verl_opd.drafts import checks, files, formats
 from verl_opd.drafts.formats import Use
 from verl_opd.errors import ConfigError
-from verl_opd.targets.layers import default_layer_ids, vllm_aux_layer_id
+from verl_opd.targets.layers import default_layer_ids, from_vllm_aux_ids, to_vllm_aux_ids
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _REQUIRED = (
@@ -92,11 +92,11 @@ def rope_theta(config: Mapping[str, Any]) -> float:
     return float(files.rope_settings(config, "draft")["rope_theta"])
 
 
-LayerAttention = tuple[int | None, bool]
+LayerAttention = tuple[int | None, bool]  # (sliding window or None, causal inside the block)
 
 
 def layer_attention(config: Mapping[str, Any]) -> list[LayerAttention]:
-    """(sliding window or None, causal inside the block) of every layer, resolved as the engine does
+    """The attention of every layer, resolved as the engine does
     (vLLM qwen3_dflash._resolve_layer_attention).
 
     ConfigError for a sliding layer without a window.
@@ -115,9 +115,9 @@ def layer_attention(config: Mapping[str, Any]) -> list[LayerAttention]:
         sliding = use_swa or types[index] == _SLIDING
         if sliding and window is None:
             raise ConfigError(
-                f"layer {index} of the draft slides, but its config.json names no window: set "
-                "dflash_config.swa_window_size "
-                "(a top-level sliding_window counts only with use_sliding_window=true)"
+                f"layer {index} of the draft has sliding attention, but its config.json names no "
+                "window: set dflash_config.swa_window_size (a top-level sliding_window "
+                "counts only with use_sliding_window=true)"
             )
         causal = types[index] == _SLIDING if explicit is None else bool(explicit)
         resolved.append((int(window) if sliding and window is not None else None, causal))
@@ -156,20 +156,14 @@ def check(
 
 
 def _check_complete(config: Mapping[str, Any]) -> None:
-    """Every number the network needs must be written down: engines fill gaps with Qwen3's defaults
-    (head_dim 128, 32 KV heads).
-    """
     absent = [name for name in _REQUIRED if config.get(name) is None]
     absent += [name for name in ("block_size", "mask_token_id") if dflash_key(config, name) is None]
     absent += [] if target_layer_ids(config) else ["dflash_config.target_layer_ids"]
-    if absent:
-        raise ConfigError(
-            f"the draft's config.json has no {', '.join(absent)}: is it a DFlash draft?"
-        )
+    checks.check_complete(absent, "a DFlash")
 
 
 def _check_target(config: Mapping[str, Any], target: PretrainedConfig) -> None:
-    files.check_sizes(config, target)
+    checks.check_sizes(config, target)
     count = target.num_hidden_layers
     if config.get("num_target_layers") not in (None, count):
         raise ConfigError(
@@ -209,23 +203,14 @@ def _check_block(block: int, num_speculative_tokens: int, allow_mismatch: bool) 
 
 
 def _check_supported(config: Mapping[str, Any]) -> None:
-    """Variants that the engine drafts with and this replay does not reproduce are refused, not
-    approximated.
-    """
-    if "DFlashDraftModel" not in (config.get("architectures") or []):
-        raise ConfigError(
-            f"the draft's architectures={config.get('architectures')} is not supported; "
-            "DFlashDraftModel is"
-        )
+    checks.check_architecture(config, "DFlashDraftModel")
     rope = files.rope_settings(config, "draft")
     if rope["rope_type"] != "default":
         raise ConfigError(
             f"the draft's rope_type={rope['rope_type']!r} is not supported; only 'default' is"
         )
     ids = target_layer_ids(config)
-    changes: dict[
-        str, tuple[Any, tuple[Any, ...]]
-    ] = {  # key -> (value, values under which the network is the one replayed here)
+    values: dict[str, tuple[Any, tuple[Any, ...]]] = {
         **{key: (value, (None,)) for key, value in rope["extra"].items()},
         "partial_rotary_factor": (
             config.get("partial_rotary_factor", rope["extra"].get("partial_rotary_factor")),
@@ -245,16 +230,11 @@ def _check_supported(config: Mapping[str, Any]) -> None:
         "eagle_config": (config.get("eagle_config"), (None, {})),
         "eagle_aux_hidden_state_layer_ids": (
             config.get("eagle_aux_hidden_state_layer_ids"),
-            (None, [i + 1 for i in ids]),
+            (None, to_vllm_aux_ids(ids)),
         ),
         "quantization_config": (config.get("quantization_config"), (None,)),
     }
-    found = [f"{name}={value!r}" for name, (value, same) in changes.items() if value not in same]
-    if found:
-        raise ConfigError(
-            f"this DFlash draft has {', '.join(found)}, which training does not support: it would "
-            "not replay what the engine drafts"
-        )
+    checks.check_replayed(values, "DFlash")
 
 
 def with_block(config: Mapping[str, Any], size: int) -> dict[str, Any]:
@@ -286,7 +266,7 @@ _OWN = (
 
 
 def to_speculators(config: Mapping[str, Any], use: Use) -> dict[str, Any]:
-    """The same draft as a speculators file, whatever decides its attention written down."""
+    """The same draft as a speculators file, with every key that decides its attention."""
     network = {key: value for key, value in config.items() if key not in _OWN}
     window, causal = layer_attention(config)[0]
     if window is not None:
@@ -301,7 +281,7 @@ def to_speculators(config: Mapping[str, Any], use: Use) -> dict[str, Any]:
         "architectures": ["DFlashSpeculator"],
         "block_size": int(dflash_key(config, "block_size")),
         "mask_token_id": int(dflash_key(config, "mask_token_id")),
-        "aux_hidden_state_layer_ids": [vllm_aux_layer_id(i) for i in target_layer_ids(config)],
+        "aux_hidden_state_layer_ids": to_vllm_aux_ids(target_layer_ids(config)),
         "draft_vocab_size": config["vocab_size"],
         "sample_from_anchor": False,
         "sliding_window_non_causal": not causal,
@@ -322,7 +302,7 @@ def from_speculators(config: Mapping[str, Any]) -> dict[str, Any]:
         )
     inner = {
         "mask_token_id": own.get("mask_token_id"),
-        "target_layer_ids": [int(i) - 1 for i in own.get("aux_hidden_state_layer_ids") or []],
+        "target_layer_ids": from_vllm_aux_ids(own.get("aux_hidden_state_layer_ids") or []),
         "causal": not own.get("sliding_window_non_causal", True),
     }
     kept: dict[str, Any] = {

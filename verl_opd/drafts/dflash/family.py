@@ -10,23 +10,20 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from verl_opd.config.schema import DraftConfig
-from verl_opd.drafts import files
+from verl_opd.drafts.base import DraftFamily
 from verl_opd.drafts.dflash import config as dflash_config
 from verl_opd.drafts.dflash.model import DFlashDraft
-from verl_opd.drafts.dflash.replay import slot_positions, visibility
+from verl_opd.drafts.dflash.replay import layer_masks, slot_positions
 from verl_opd.drafts.formats import Use
-from verl_opd.drafts.layers import masked_block_embeds, random_init
+from verl_opd.drafts.layers import masked_block_embeds
 from verl_opd.errors import ConfigError
 from verl_opd.opd.layout import Layout
 
 
-class DFlash:
+class DFlash(DraftFamily):
     name = "dflash"
     engine_method = "dflash"
-    engine_names = ()
-    has_own_head = False
-    autoregressive = False
-    v2_runner = False
+    network = DFlashDraft
 
     def derive_config(
         self, target: PretrainedConfig, draft: DraftConfig, num_speculative_tokens: int
@@ -39,7 +36,7 @@ class DFlash:
                 f"draft.path={path}: a separate mask embedding (mask_embedding.pt) is not "
                 "supported; the target's row is used"
             )
-        return dflash_config.from_speculators(files.read_config(path))
+        return super().load_config(path, target)
 
     def check(
         self,
@@ -62,16 +59,6 @@ class DFlash:
     def with_block(self, config: Mapping[str, Any], size: int) -> dict[str, Any]:
         return dflash_config.with_block(config, size)
 
-    def build(self, config: Mapping[str, Any], *, seed: int, init_std: float) -> nn.Module:
-        draft = DFlashDraft(config)
-        random_init(draft, seed, init_std)
-        return draft
-
-    def load_weights(
-        self, draft: nn.Module, path: str, frozen: Mapping[str, Tensor] | None = None
-    ) -> None:
-        files.load_into(draft, path, frozen)
-
     def shard_units(self, draft: nn.Module) -> list[nn.Module]:
         return list(cast(DFlashDraft, draft).layers)
 
@@ -79,38 +66,18 @@ class DFlash:
         self, config: Mapping[str, Any], embed: Callable[[Tensor], Tensor], layout: Layout
     ) -> Tensor:
         """Embeddings [b, N, B, h]: the anchor token, then mask tokens."""
-        return masked_block_embeds(
-            embed, self.mask_token_id(config), layout.block_tokens[:, :, 0], layout.block_size
-        )
+        anchor_ids = layout.block_tokens[:, :, 0]  # [b, N]
+        return masked_block_embeds(embed, self.mask_token_id(config), anchor_ids, layout.block_size)
 
     def replay(self, draft: nn.Module, features: Tensor, inputs: Tensor, layout: Layout) -> Tensor:
-        attention = cast(DFlashDraft, draft).attention
-        masks = {kind: visibility(layout, features.shape[1], *kind) for kind in set(attention)}
-        hidden: Tensor = draft(
-            features,
-            inputs.flatten(1, 2),
-            slot_positions(layout),
-            [masks[kind] for kind in attention],
-        )
+        """See DraftFamily.replay."""
+        masks = layer_masks(layout, features.shape[1], cast(DFlashDraft, draft).attention)
+        embeds = inputs.flatten(1, 2)  # [b, N*B, h]
+        hidden: Tensor = draft(features, embeds, slot_positions(layout), masks)  # [b, N*B, h]
         return hidden
 
-    def own_head(self, draft: nn.Module, target_head: Tensor) -> None:
-        return None
+    def to_speculators(self, config: Mapping[str, Any], use: Use) -> dict[str, Any]:
+        return dflash_config.to_speculators(config, use)
 
-    def confidence(self, draft: nn.Module) -> None:
-        return None
-
-    def vocabulary(self, config: Mapping[str, Any], path: str | None) -> None:
-        return None
-
-    def for_reader(
-        self, config: Mapping[str, Any], reader: str, use: Use
-    ) -> tuple[dict[str, Any], Callable[[str], str]]:
-        return dflash_config.to_speculators(config, use) if reader == "speculators" else dict(
-            config
-        ), str
-
-    def save_pretrained(
-        self, state: Mapping[str, Tensor], config: Mapping[str, Any], path: Path
-    ) -> None:
-        files.write_draft(state, config, path)
+    def from_speculators(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        return dflash_config.from_speculators(config)

@@ -17,19 +17,19 @@ from verl_opd.drafts.dflash.config import layer_attention, rope_theta, target_la
 from verl_opd.drafts.layers import MLP, RMSNorm, Rotation, rotate, rotation
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Shape:
     """What the network needs of config.json."""
 
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    features: int  # n * h, concatenated target layers
-    eps: float
-    theta: float
+    hidden: int  # h, the width of slots; the target's as well
+    layers: int  # decoder layers
+    heads: int  # query heads of a layer
+    kv_heads: int  # key and value heads of a layer; divides `heads`
+    head_dim: int  # width of one head; heads * head_dim need not be h
+    intermediate: int  # inner width of the MLP
+    features: int  # n*h, concatenated outputs of n target layers
+    eps: float  # of every RMSNorm
+    theta: float  # base of the rotary angles
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Shape:
@@ -64,21 +64,24 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(shape.head_dim, shape.eps)
 
     def _split(self, x: Tensor, heads: int) -> Tensor:
+        """[b, L, heads*head_dim] -> [b, heads, L, head_dim]."""
         return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
 
     def forward(
         self, slots: Tensor, context: Tensor, slot_rope: Rotation, key_rope: Rotation, mask: Tensor
     ) -> Tensor:
-        source = torch.cat((context, slots), dim=1)
+        """slots [b, M, h]; context [b, C, h]; slot_rope for the M slots, key_rope for C+M; mask
+        [b, 1, M, C+M] bool. Returns [b, M, h].
+        """
+        source = torch.cat((context, slots), dim=1)  # [b, C+M, h]
+        # [b, heads, M, head_dim], [b, kv_heads, C+M, head_dim] twice
         query = rotate(self.q_norm(self._split(self.q_proj(slots), self.heads)), slot_rope)
         key = rotate(self.k_norm(self._split(self.k_proj(source), self.kv_heads)), key_rope)
         value = self._split(self.v_proj(source), self.kv_heads)
         groups = self.heads // self.kv_heads
-        if groups > 1:
-            key, value = (
-                key.repeat_interleave(groups, dim=1),
-                value.repeat_interleave(groups, dim=1),
-            )
+        if groups > 1:  # [b, heads, C+M, head_dim]
+            key = key.repeat_interleave(groups, dim=1)
+            value = value.repeat_interleave(groups, dim=1)
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
@@ -94,6 +97,7 @@ class Layer(nn.Module):
     def forward(
         self, slots: Tensor, context: Tensor, slot_rope: Rotation, key_rope: Rotation, mask: Tensor
     ) -> Tensor:
+        """As Attention.forward."""
         slots = slots + self.self_attn(
             self.input_layernorm(slots), context, slot_rope, key_rope, mask
         )
@@ -119,22 +123,17 @@ class DFlashDraft(nn.Module):
     def forward(
         self, features: Tensor, slot_embeds: Tensor, slot_positions: Tensor, masks: Sequence[Tensor]
     ) -> Tensor:
-        """features [b, C, n*h]; slot_embeds [b, M, h]; slot_positions [b, M] int64; masks: one [b,
-        1, M, C+M] bool per layer (True = visible). Returns [b, M, h] after the final norm.
+        """features [b, C, n*h]; slot_embeds [b, M, h]; slot_positions [b, M] int64; masks: one
+        [b, 1, M, C+M] bool per layer (True = visible). Returns [b, M, h] after the final norm.
         """
-        context = self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
-        context_positions = torch.arange(features.shape[1], device=features.device).expand(
-            features.shape[0], -1
-        )
-        key_rope = rotation(
-            torch.cat((context_positions, slot_positions), dim=1),
-            self.shape.head_dim,
-            self.shape.theta,
-            context.dtype,
-        )
+        context = self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))  # [b, C, h]
+        before = torch.arange(features.shape[1], device=features.device)  # [C]
+        positions = torch.cat((before.expand(features.shape[0], -1), slot_positions), dim=1)
+        # tables [b, 1, C+M, head_dim]; the last M rows are the slots'
+        key_rope = rotation(positions, self.shape.head_dim, self.shape.theta, context.dtype)
         count = slot_positions.shape[1]
         slot_rope = (key_rope[0][:, :, -count:], key_rope[1][:, :, -count:])
-        slots = slot_embeds.to(context.dtype)
+        slots = slot_embeds.to(context.dtype)  # [b, M, h]
         for layer, mask in zip(self.layers, masks, strict=True):
             args = (slots, context, slot_rope, key_rope, mask)
             slots = (

@@ -1,6 +1,4 @@
-"""DSpark config.json: flat keys of public checkpoints, read as a DFlash draft with
-a Markov head.
-"""
+"""DSpark config.json: flat keys as in public files, read as a DFlash draft with a Markov head."""
 
 from __future__ import annotations
 
@@ -10,10 +8,11 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from verl_opd.config.schema import DraftConfig
-from verl_opd.drafts import formats
+from verl_opd.drafts import checks, formats
 from verl_opd.drafts.dflash import config as dflash_config
 from verl_opd.drafts.formats import Use
 from verl_opd.errors import ConfigError
+from verl_opd.targets.layers import from_vllm_aux_ids
 
 ARCHITECTURE = "Qwen3DSparkModel"
 _RANK = 256
@@ -51,32 +50,20 @@ def derive_config(
 
 def check(config: Mapping[str, Any], target: PretrainedConfig, num_speculative_tokens: int) -> None:
     """See DraftFamily.check."""
-    if ARCHITECTURE not in (config.get("architectures") or []):
-        raise ConfigError(
-            f"the draft's architectures={config.get('architectures')} is not supported; "
-            f"{ARCHITECTURE} is"
-        )
+    checks.check_architecture(config, ARCHITECTURE)
     absent = [
         name
         for name in ("markov_rank", "block_size", "mask_token_id", "target_layer_ids")
         if not config.get(name)
     ]
-    if absent:
-        raise ConfigError(
-            f"the draft's config.json has no {', '.join(absent)}: is it a DSpark draft?"
-        )
-    changes: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    checks.check_complete(absent, "a DSpark")
+    values: dict[str, tuple[Any, tuple[Any, ...]]] = {
         "markov_head_type": (config.get("markov_head_type"), (None, "vanilla")),
         "sample_from_anchor": (config.get("sample_from_anchor"), (None, True)),
         "dspark_draft_topk": (config.get("dspark_draft_topk"), (None,)),
         "dspark_bonus_anchor": (config.get("dspark_bonus_anchor"), (None, False)),
     }
-    wrong = [f"{name}={value!r}" for name, (value, same) in changes.items() if value not in same]
-    if wrong:
-        raise ConfigError(
-            f"this DSpark draft has {', '.join(wrong)}, which training does not support: it would "
-            "not replay what the engine drafts"
-        )
+    checks.check_replayed(values, "DSpark")
     block = int(config["block_size"])
     if num_speculative_tokens > block:
         raise ConfigError(
@@ -111,9 +98,8 @@ def to_speculators(config: Mapping[str, Any], use: Use) -> dict[str, Any]:
     network = {
         key: value for key, value in whole["transformer_layer_config"].items() if key in backbone
     }
-    network["is_causal"] = dflash_config.layer_attention(as_dflash(config))[0][
-        1
-    ]  # vLLM reads no causality of DSpark from anywhere else
+    _, causal = dflash_config.layer_attention(as_dflash(config))[0]
+    network["is_causal"] = causal  # the only key that tells vLLM of a DSpark draft's causality
     kept = {
         key: whole[key]
         for key in ("mask_token_id", "aux_hidden_state_layer_ids", "draft_vocab_size")
@@ -146,10 +132,9 @@ def from_speculators(config: Mapping[str, Any]) -> dict[str, Any]:
         )
         if key in own
     }
-    ids = [int(i) - 1 for i in own.get("aux_hidden_state_layer_ids") or []]
     anchored = bool(own.get("sample_from_anchor", False))
     extra = {
-        "target_layer_ids": ids,
+        "target_layer_ids": from_vllm_aux_ids(own.get("aux_hidden_state_layer_ids") or []),
         "sample_from_anchor": anchored,
         "dspark_bonus_anchor": not anchored,
     }

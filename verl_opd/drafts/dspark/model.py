@@ -35,10 +35,9 @@ class ConfidenceHead(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         """states [M, h + r], as DSparkDraft.forward returns them -> logits [M] float32."""
-        weight, bias = self.proj.weight.float(), self.proj.bias.float()
-        return nn.functional.linear(
-            states.detach()[:, : weight.shape[1]].float(), weight, bias
-        ).squeeze(-1)
+        weight, bias = self.proj.weight.float(), self.proj.bias.float()  # [1, width], [1]
+        seen = states.detach()[:, : weight.shape[1]].float()  # [M, width]
+        return nn.functional.linear(seen, weight, bias).squeeze(-1)
 
 
 class DSparkDraft(DFlashDraft):
@@ -59,9 +58,10 @@ class DSparkDraft(DFlashDraft):
         masks: Sequence[Tensor],
         before: Tensor,
     ) -> Tensor:
-        """As DFlashDraft.forward, with the token ids [b, M] before each predicted one. Returns [b,
-        M, h + r]: the slot's hidden state and the Markov embedding, so that one head [V, h + r]
-        gives logits and bias at once.
+        """As DFlashDraft.forward, with `before` [b, M] int64: the token before each predicted
+        one. Returns [b, M, h + r]: the slot's hidden state and the Markov embedding of rank r, so
+        that one head [V, h + r] gives logits and bias at once.
         """
-        hidden = super().forward(features, slot_embeds, slot_positions, masks)
-        return torch.cat((hidden, self.markov_head.markov_w1(before).to(hidden.dtype)), dim=-1)
+        hidden = super().forward(features, slot_embeds, slot_positions, masks)  # [b, M, h]
+        markov = self.markov_head.markov_w1(before).to(hidden.dtype)  # [b, M, r]
+        return torch.cat((hidden, markov), dim=-1)

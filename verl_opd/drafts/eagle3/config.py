@@ -1,6 +1,4 @@
-"""EAGLE-3 config.json: read public ones, derive new ones, refuse what replay would
-not reproduce.
-"""
+"""EAGLE-3 config.json: read public ones, derive new ones, reject what replay cannot reproduce."""
 
 from __future__ import annotations
 
@@ -10,10 +8,14 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from verl_opd.config.schema import DraftConfig
-from verl_opd.drafts import files, formats
+from verl_opd.drafts import checks, files, formats
 from verl_opd.drafts.formats import Use
 from verl_opd.errors import ConfigError
-from verl_opd.targets.layers import vllm_aux_layer_id
+from verl_opd.targets.layers import (
+    eagle3_default_layer_ids,
+    from_vllm_aux_ids,
+    to_vllm_aux_ids,
+)
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 _REQUIRED = (
@@ -27,16 +29,9 @@ _REQUIRED = (
 )
 
 
-def default_layer_ids(num_layers: int) -> list[int]:
-    """Outputs of an early, the middle and a late layer: vLLM's aux states 2, L/2 and L-3
-    (get_eagle3_default_aux_hidden_state_layers).
-    """
-    return [1, num_layers // 2 - 1, num_layers - 4]
-
-
 def derive_config(target: PretrainedConfig, draft: DraftConfig) -> dict[str, Any]:
-    """config.json of a new one-layer draft that fits `target`, over the target's
-    whole vocabulary.
+    """config.json of a new one-layer draft that fits `target`, over the target's whole
+    vocabulary.
     """
     if draft.num_hidden_layers not in (None, 1):
         raise ConfigError(
@@ -57,14 +52,14 @@ def derive_config(target: PretrainedConfig, draft: DraftConfig) -> dict[str, Any
     ids = (
         list(draft.target_layer_ids)
         if draft.target_layer_ids is not None
-        else default_layer_ids(layers)
+        else eagle3_default_layer_ids(layers)
     )
     return {
         "architectures": [ARCHITECTURE],
         "model_type": "llama",
         "num_target_layers": layers,
         "num_hidden_layers": 1,
-        "eagle_aux_hidden_state_layer_ids": [vllm_aux_layer_id(i) for i in ids],
+        "eagle_aux_hidden_state_layer_ids": to_vllm_aux_ids(ids),
         "num_aux_hidden_states": len(ids),
         "hidden_size": target.hidden_size,
         "target_hidden_size": target.hidden_size,
@@ -89,21 +84,21 @@ def derive_config(target: PretrainedConfig, draft: DraftConfig) -> dict[str, Any
 
 
 def target_layer_ids(config: Mapping[str, Any]) -> list[int]:
-    """0-based layers whose outputs the draft reads, in the engine's order; public drafts that name
-    none mean the default three.
+    """Layers whose outputs the draft reads, in the engine's order; public drafts that name none
+    mean the default three.
     """
     named = config.get("eagle_aux_hidden_state_layer_ids") or (
         config.get("eagle_config") or {}
     ).get("eagle_aux_hidden_state_layer_ids")
     if named:
-        return [int(i) - 1 for i in named]
+        return from_vllm_aux_ids(named)
     count = config.get("num_target_layers")
     if count is None:
         raise ConfigError(
             "the draft's config.json names neither eagle_aux_hidden_state_layer_ids nor "
             "num_target_layers: add one of them"
         )
-    return default_layer_ids(int(count))
+    return eagle3_default_layer_ids(int(count))
 
 
 def head_dim(config: Mapping[str, Any]) -> int:
@@ -117,12 +112,9 @@ def draft_vocab_size(config: Mapping[str, Any]) -> int:
 def check(config: Mapping[str, Any], target: PretrainedConfig) -> None:
     """See DraftFamily.check."""
     absent = [name for name in _REQUIRED if config.get(name) is None]
-    if absent:
-        raise ConfigError(
-            f"the draft's config.json has no {', '.join(absent)}: is it an EAGLE-3 draft?"
-        )
+    checks.check_complete(absent, "an EAGLE-3")
     _check_supported(config)
-    files.check_sizes(config, target)
+    checks.check_sizes(config, target)
     size = config.get("draft_vocab_size")
     if size is not None and not (isinstance(size, int) and 0 < size <= config["vocab_size"]):
         raise ConfigError(
@@ -139,19 +131,10 @@ def check(config: Mapping[str, Any], target: PretrainedConfig) -> None:
 
 
 def _check_supported(config: Mapping[str, Any]) -> None:
-    """Variants that the engine drafts with and this replay does not reproduce are refused, not
-    approximated.
-    """
-    if ARCHITECTURE not in (config.get("architectures") or []):
-        raise ConfigError(
-            f"the draft's architectures={config.get('architectures')} is not supported; "
-            f"{ARCHITECTURE} is"
-        )
+    checks.check_architecture(config, ARCHITECTURE)
     found = files.rope_settings(config, "draft")
     eagle = config.get("eagle_config") or {}
-    changes: dict[
-        str, tuple[Any, tuple[Any, ...]]
-    ] = {  # key -> (value, values under which the network is the one replayed here)
+    values: dict[str, tuple[Any, tuple[Any, ...]]] = {
         **{key: (value, (None,)) for key, value in found["extra"].items()},
         "rope_type": (found["rope_type"], ("default",)),
         "num_hidden_layers": (config["num_hidden_layers"], (1,)),
@@ -168,12 +151,7 @@ def _check_supported(config: Mapping[str, Any]) -> None:
         "parallel_drafting": (config.get("parallel_drafting"), (None, False)),
         "quantization_config": (config.get("quantization_config"), (None,)),
     }
-    wrong = [f"{name}={value!r}" for name, (value, same) in changes.items() if value not in same]
-    if wrong:
-        raise ConfigError(
-            f"this EAGLE-3 draft has {', '.join(wrong)}, which training does not support: it would "
-            "not replay what the engine drafts"
-        )
+    checks.check_replayed(values, "EAGLE-3")
 
 
 _SWITCHES = ("norm_before_residual", "fc_norm", "norm_output")
@@ -196,7 +174,7 @@ def to_speculators(config: Mapping[str, Any], use: Use) -> dict[str, Any]:
     network = {key: value for key, value in config.items() if key not in (*_OWN, _IDS)}
     own = {
         "architectures": ["Eagle3Speculator"],
-        _IDS: [vllm_aux_layer_id(i) for i in target_layer_ids(config)],
+        _IDS: to_vllm_aux_ids(target_layer_ids(config)),
         "draft_vocab_size": draft_vocab_size(config),
         **{name: bool(config.get(name)) for name in _SWITCHES},
         "norm_before_fc": False,
@@ -215,19 +193,19 @@ def from_speculators(config: Mapping[str, Any]) -> dict[str, Any]:
         for key in (*_SWITCHES, "norm_before_fc", "draft_vocab_size", "target_hidden_size", _IDS)
         if own.get(key) is not None
     }
-    kept.setdefault("norm_before_residual", True)  # the default of vLLM's reader (update_eagle3)
+    kept.setdefault("norm_before_residual", True)  # vLLM's default for such files (update_eagle3)
     return {**network, **kept, "architectures": [ARCHITECTURE]}
 
 
 def to_sglang(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same draft for SGLang, which reads layer ids from eagle_config and adds one itself.
-    ConfigError for switches that it would not notice.
+    """The same draft for SGLang, which reads our layer ids from eagle_config. ConfigError for
+    switches that SGLang ignores.
     """
     on = [name for name in _SWITCHES if config.get(name)]
     if on:
         raise ConfigError(
             f"this EAGLE-3 draft has {', '.join(on)} switched on, which SGLang does not read: use "
-            "--reader vllm or speculators"
+            "--format vllm or speculators"
         )
     rest = {key: value for key, value in config.items() if key != _IDS}
     return {**rest, "eagle_config": {"use_aux_hidden_state": True, _IDS: target_layer_ids(config)}}

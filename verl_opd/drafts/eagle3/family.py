@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -12,24 +11,24 @@ from transformers import PretrainedConfig
 
 from verl_opd.config.schema import DraftConfig
 from verl_opd.drafts import files
-from verl_opd.drafts.base import OwnHead, Vocabulary
+from verl_opd.drafts.base import DraftFamily, OwnHead, Vocabulary
 from verl_opd.drafts.eagle3 import config as eagle3_config
 from verl_opd.drafts.eagle3.model import Eagle3Draft
 from verl_opd.drafts.formats import Use
-from verl_opd.drafts.layers import random_init
 from verl_opd.errors import ConfigError
 from verl_opd.opd.layout import Layout
 
-_PUBLIC = "layers.0."  # what other files call the one layer
+_LAYER, _PUBLIC = "midlayer.", "layers.0."  # the one layer here and in SGLang, and elsewhere
 
 
-class Eagle3:
+class Eagle3(DraftFamily):
     name = "eagle3"
     engine_method = "eagle3"
-    engine_names = ((_PUBLIC, "midlayer."),)
+    network = Eagle3Draft
+    engine_names = ((_PUBLIC, _LAYER),)
+    copies = ("embed_tokens.weight",)
     has_own_head = True
     autoregressive = True
-    v2_runner = False
 
     def derive_config(
         self, target: PretrainedConfig, draft: DraftConfig, num_speculative_tokens: int
@@ -37,7 +36,7 @@ class Eagle3:
         return eagle3_config.derive_config(target, draft)
 
     def load_config(self, path: str, target: PretrainedConfig | None = None) -> dict[str, Any]:
-        config = eagle3_config.from_speculators(files.read_config(path))
+        config = super().load_config(path, target)
         if target is not None:  # public drafts leave the depth of their target to the engine
             config.setdefault("num_target_layers", target.num_hidden_layers)
         return config
@@ -54,36 +53,12 @@ class Eagle3:
     def layer_ids(self, config: Mapping[str, Any]) -> list[int]:
         return eagle3_config.target_layer_ids(config)
 
-    def mask_token_id(self, config: Mapping[str, Any]) -> None:
-        return None
-
-    def block_size(self, config: Mapping[str, Any], num_speculative_tokens: int) -> int:
-        return num_speculative_tokens + 1
-
-    def with_block(self, config: Mapping[str, Any], size: int) -> dict[str, Any]:
-        raise ConfigError(
-            f"draft.block_size={size}: blocks of this family are as long as "
-            "rollout.num_speculative_tokens; leave the key out"
-        )
-
-    def build(self, config: Mapping[str, Any], *, seed: int, init_std: float) -> nn.Module:
-        draft = Eagle3Draft(config)
-        random_init(draft, seed, init_std)
-        return draft
-
     def load_weights(
         self, draft: nn.Module, path: str, frozen: Mapping[str, Tensor] | None = None
     ) -> None:
         files.load_into(
-            draft,
-            path,
-            frozen,
-            ("embed_tokens.weight",),
-            lambda name: name.replace(_PUBLIC, "midlayer.", 1),
+            draft, path, frozen, self.copies, lambda name: name.replace(_PUBLIC, _LAYER, 1)
         )
-
-    def shard_units(self, draft: nn.Module) -> list[nn.Module]:
-        return []  # one layer and its head: the root is the unit
 
     def inputs(
         self, config: Mapping[str, Any], embed: Callable[[Tensor], Tensor], layout: Layout
@@ -97,36 +72,29 @@ class Eagle3:
     def replay(
         self, draft: nn.Module, features: Tensor, inputs: tuple[Tensor, Tensor], layout: Layout
     ) -> Tensor:
+        """See DraftFamily.replay."""
         if bool(((layout.anchors == 0) & layout.block_keep).any()):
             raise ValueError(
                 "EAGLE-3 drafts from the token before the anchor: a block anchored at position 0 "
                 "has none"
             )
-        context, blocks = inputs
-        if (
-            features.shape[1] == 0
-        ):  # nothing is supervised: a context of one row keeps every weight in the graph
-            features, context = (
-                features.new_zeros(features.shape[0], 1, features.shape[2]),
-                blocks[:, 0, :1],
-            )
-        hidden: Tensor = draft(features, context, blocks, layout.anchors)
+        context, blocks = inputs  # [b, C, h], [b, N, B-1, h]
+        if features.shape[1] == 0:
+            # nothing is supervised: a context of one row keeps every weight in the graph
+            features = features.new_zeros(features.shape[0], 1, features.shape[2])  # [b, 1, n*h]
+            context = blocks[:, 0, :1]  # [b, 1, h]
+        hidden: Tensor = draft(features, context, blocks, layout.anchors)  # [b, N, B, h]
         return hidden.flatten(1, 2)
 
     def own_head(self, draft: nn.Module, target_head: Tensor) -> OwnHead:
+        """The draft's own [Vd, h]."""
         module = cast(Eagle3Draft, draft)
-        vocabulary = (
-            Vocabulary(module.d2t + torch.arange(len(module.d2t), device=module.d2t.device))
-            if hasattr(module, "d2t")
-            else None
-        )
+        vocabulary = _vocabulary(module.d2t) if hasattr(module, "d2t") else None
         return OwnHead(module.lm_head.weight, vocabulary)
 
-    def confidence(self, draft: nn.Module) -> None:
-        return None
-
     def vocabulary(self, config: Mapping[str, Any], path: str | None) -> Vocabulary | None:
-        if eagle3_config.draft_vocab_size(config) == config["vocab_size"]:
+        size = eagle3_config.draft_vocab_size(config)
+        if size == config["vocab_size"]:
             return None
         if path is None:
             raise ConfigError(
@@ -136,24 +104,29 @@ class Eagle3:
         d2t = files.read_weights(path).get("d2t")
         if d2t is None:
             raise ConfigError(
-                f"draft.path={path}: draft_vocab_size={eagle3_config.draft_vocab_size(config)} "
-                "needs the tensor d2t, which is missing"
+                f"draft.path={path}: draft_vocab_size={size} needs the tensor d2t, which is missing"
             )
-        return Vocabulary(d2t + torch.arange(len(d2t)))
+        return _vocabulary(d2t)
 
-    def for_reader(
-        self, config: Mapping[str, Any], reader: str, use: Use
+    def to_format(
+        self, config: Mapping[str, Any], format: str, use: Use
     ) -> tuple[dict[str, Any], Callable[[str], str]]:
-        """SGLang's older releases know the layer as midlayer only and skip other names without a
-        word; speculators files call it layers.0.
+        """Older releases of SGLang know the layer as midlayer only and silently skip other names;
+        speculators files call it layers.0.
         """
-        if reader == "speculators":
-            return eagle3_config.to_speculators(config, use), lambda name: name.replace(
-                "midlayer.", _PUBLIC, 1
-            )
-        return eagle3_config.to_sglang(config) if reader == "sglang" else dict(config), str
+        if format == "sglang":
+            return eagle3_config.to_sglang(config), str
+        if format == "speculators":
+            return self.to_speculators(config, use), lambda name: name.replace(_LAYER, _PUBLIC, 1)
+        return super().to_format(config, format, use)
 
-    def save_pretrained(
-        self, state: Mapping[str, Tensor], config: Mapping[str, Any], path: Path
-    ) -> None:
-        files.write_draft(state, config, path)
+    def to_speculators(self, config: Mapping[str, Any], use: Use) -> dict[str, Any]:
+        return eagle3_config.to_speculators(config, use)
+
+    def from_speculators(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        return eagle3_config.from_speculators(config)
+
+
+def _vocabulary(d2t: Tensor) -> Vocabulary:
+    """d2t [Vd] int64: target id - draft id."""
+    return Vocabulary(d2t + torch.arange(len(d2t), device=d2t.device))

@@ -37,10 +37,11 @@ class Attention(nn.Module):
             for part in (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         )
         groups = self.heads // self.kv_heads
-        k = rotate(k, rope_tables).repeat_interleave(groups, dim=1)
+        k = rotate(k, rope_tables).repeat_interleave(groups, dim=1)  # kv_heads -> heads
         return rotate(q, rope_tables), k, v.repeat_interleave(groups, dim=1)
 
     def out(self, mixed: Tensor) -> Tensor:
+        """[b, heads, L, head_dim] -> [b, L, h]."""
         return self.o_proj(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
@@ -58,36 +59,31 @@ class Midlayer(nn.Module):
         self.mlp = MLP(hidden, config["intermediate_size"])
 
     def enter(self, embeds: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """(attention input [.., 2h], residual [.., h])."""
+        """embeds, hidden [.., h] -> (attention input [.., 2h], residual [.., h])."""
         normed = self.hidden_norm(hidden)
-        return torch.cat(
-            (self.input_layernorm(embeds), normed), dim=-1
-        ), normed if self.norm_before_residual else hidden
+        x = torch.cat((self.input_layernorm(embeds), normed), dim=-1)
+        return x, normed if self.norm_before_residual else hidden
 
     def leave(self, attended: Tensor, residual: Tensor) -> Tensor:
+        """[.., h] each -> the layer's output [.., h]."""
         x = residual + attended
         return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
 
 
 class Eagle3Draft(nn.Module):
-    """Parameters carry the public checkpoint names; the embedding is the target's. d2t [Vd]: target
-    id - draft id; t2d [V]: proposable.
+    """Parameters carry the public checkpoint names; the embedding is the target's. d2t and t2d
+    exist only where the draft's vocabulary is smaller than the target's.
     """
 
-    d2t: Tensor
-    t2d: Tensor
+    d2t: Tensor  # [Vd] int64: target id - draft id, of every draft id
+    t2d: Tensor  # [V] bool: the draft can propose this target id
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
-        hidden, eps, count = (
-            config["hidden_size"],
-            config["rms_norm_eps"],
-            len(target_layer_ids(config)),
-        )
-        self.head_dim, self.theta = (
-            head_dim(config),
-            float(files.rope_settings(config, "draft")["rope_theta"]),
-        )
+        hidden, eps = config["hidden_size"], config["rms_norm_eps"]
+        count = len(target_layer_ids(config))
+        self.head_dim = head_dim(config)
+        self.theta = float(files.rope_settings(config, "draft")["rope_theta"])
         self.norm_output = bool(config.get("norm_output"))
         self.gradient_checkpointing = False
         self.fc = nn.Linear(count * hidden, hidden, bias=False)
@@ -103,10 +99,9 @@ class Eagle3Draft(nn.Module):
     def combine(self, features: Tensor) -> Tensor:
         """[b, C, n*h] -> [b, C, h] (vLLM combine_hidden_states)."""
         if hasattr(self, "fc_norm"):
-            parts = features.chunk(len(self.fc_norm), dim=-1)
-            features = torch.cat(
-                [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1
-            )
+            parts = features.chunk(len(self.fc_norm), dim=-1)  # n of [b, C, h]
+            normed = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
+            features = torch.cat(normed, dim=-1)
         return self.fc(features)  # type: ignore[no-any-return]
 
     def forward(
@@ -120,33 +115,26 @@ class Eagle3Draft(nn.Module):
         first proposal comes from context row F-1; proposal j reads proposal j-1 and the hidden
         state before it, at position F+j-2, and sees the context rows before F and its own chain.
         """
-        dtype = self.fc.weight.dtype
-        context = self.combine(features.to(dtype))
-        positions = torch.arange(features.shape[1], device=features.device).expand(
-            features.shape[0], -1
-        )
-        x, residual = self.midlayer.enter(context_embeds.to(dtype), context)
-        query, keys, values = self.midlayer.self_attn.project(
-            x, rotation(positions, self.head_dim, self.theta, dtype)
-        )
+        dtype, layer = self.fc.weight.dtype, self.midlayer
+        context = self.combine(features.to(dtype))  # [b, C, h]
+        positions = torch.arange(features.shape[1], device=features.device)
+        positions = positions.expand(features.shape[0], -1)  # [b, C]
+        rope = rotation(positions, self.head_dim, self.theta, dtype)
+        x, residual = layer.enter(context_embeds.to(dtype), context)  # [b, C, 2h], [b, C, h]
+        query, keys, values = layer.self_attn.project(x, rope)  # [b, heads, C, head_dim] each
         mixed = F.scaled_dot_product_attention(query, keys, values, is_causal=True)
-        raw = self.midlayer.leave(self.midlayer.self_attn.out(mixed), residual)
-        before = (anchors - 1).clamp(min=0)
-        hidden = raw.gather(1, before.unsqueeze(-1).expand(-1, -1, raw.shape[-1]))
+        raw = layer.leave(layer.self_attn.out(mixed), residual)  # [b, C, h]
+        before = (anchors - 1).clamp(min=0)  # [b, N]
+        hidden = raw.gather(1, before.unsqueeze(-1).expand(-1, -1, raw.shape[-1]))  # [b, N, h]
         visible = positions.unsqueeze(1) < anchors.unsqueeze(-1)  # [b, N, C]
-        chain: list[Tensor] = []  # keys and values of the links so far, in turn
-        slots = [torch.zeros_like(hidden), self.norm(hidden)]
+        chain: list[
+            Tensor
+        ] = []  # key, value, key, ... of the links so far, [b, heads, N, head_dim]
+        slots = [torch.zeros_like(hidden), self.norm(hidden)]  # B of [b, N, h] in the end
+        saving = self.gradient_checkpointing and self.training
         for step in range(1, block_embeds.shape[2]):
-            link = (
-                hidden,
-                block_embeds[:, :, step].to(dtype),
-                anchors + step - 1,
-                keys,
-                values,
-                visible,
-                *chain,
-            )
-            saving = self.gradient_checkpointing and self.training
+            embeds = block_embeds[:, :, step].to(dtype)  # [b, N, h]
+            link = (hidden, embeds, anchors + step - 1, keys, values, visible, *chain)
             hidden, key, value = (
                 checkpoint(self._step, *link, use_reentrant=False) if saving else self._step(*link)
             )
@@ -164,24 +152,24 @@ class Eagle3Draft(nn.Module):
         visible: Tensor,
         *chain: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """One more link of every chain: hidden states [b, N, h], and its key and value [b, heads,
-        N, head_dim].
+        """One more link of every chain.
+
+        hidden, embeds [b, N, h] and positions [b, N] of the link; keys, values [b, heads, C,
+        head_dim] of the context; visible [b, N, C] bool; chain: key and value [b, heads, N,
+        head_dim] of every link before. Returns hidden states [b, N, h] and the link's own key and
+        value.
         """
         layer = self.midlayer
         x, residual = layer.enter(embeds, self.norm(hidden) if self.norm_output else hidden)
-        query, key, value = layer.self_attn.project(
-            x, rotation(positions, self.head_dim, self.theta, x.dtype)
-        )
-        own_keys, own_values = [*chain[::2], key], [*chain[1::2], value]
+        rope = rotation(positions, self.head_dim, self.theta, x.dtype)
+        query, key, value = layer.self_attn.project(x, rope)  # [b, heads, N, head_dim] each
+        own_keys, own_values = [*chain[::2], key], [*chain[1::2], value]  # L links
         query = query * self.head_dim**-0.5
-        scores = (
-            (query @ keys.transpose(-1, -2))
-            .float()
-            .masked_fill(~visible.unsqueeze(1), float("-inf"))
-        )
-        own = torch.stack([(query * k).sum(-1) for k in own_keys], dim=-1).float()
-        weights = torch.cat((scores, own), dim=-1).softmax(-1).to(x.dtype)
-        mixed = weights[..., : keys.shape[2]] @ values
+        scores = (query @ keys.transpose(-1, -2)).float()  # [b, heads, N, C]
+        scores = scores.masked_fill(~visible.unsqueeze(1), float("-inf"))
+        own = torch.stack([(query * k).sum(-1) for k in own_keys], dim=-1).float()  # [.., N, L]
+        weights = torch.cat((scores, own), dim=-1).softmax(-1).to(x.dtype)  # [.., N, C+L]
+        mixed = weights[..., : keys.shape[2]] @ values  # [b, heads, N, head_dim]
         for index, v in enumerate(own_values):
             mixed = mixed + weights[..., keys.shape[2] + index, None] * v
         return layer.leave(layer.self_attn.out(mixed), residual), key, value
