@@ -142,7 +142,7 @@ class OpdConfig(LossOptions, AnchorOptions):
     # with policy_gradient: "module:function"(prompt_ids, response_ids, data_source) -> float,
     # mixed into the advantage
     reward: str | None = None
-    reward_weight: float = 1.0
+    reward_weight: float = 1.0  # of the reward in the advantage
     # compare replayed slots with the engine's proposals every N OPD updates of fresh rollouts;
     # -1 = never
     replay_check_freq: int = option(1, at_least=1, off=-1)

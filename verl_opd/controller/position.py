@@ -22,7 +22,7 @@ from verl_opd.training.checkpoint import CheckpointStore, check_identity
 class Position:
     """Where a run stands in its data and counters."""
 
-    prompts: Loader[Prompt]
+    prompts: Loader[Prompt]  # next batches to roll out
     progress: Progress
     # given conversations, while supervised steps still learn from them
     conversations: Loader[RolloutSample] | None = None

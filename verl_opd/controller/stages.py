@@ -171,7 +171,7 @@ class OnPolicy:
     trainers: Trainers  # score samples for the policy gradient
     position: Position
     steps: int  # planned rollout steps
-    reward: Reward | None
+    reward: Reward | None  # of opd.reward
     diagnostics: dict[str, object]  # reported when the replay check fails
     name: str = field(default=OPD, init=False)  # of the stage
     on_policy: bool = field(default=True, init=False)  # whether its samples show what the draft met

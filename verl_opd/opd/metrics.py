@@ -14,8 +14,9 @@ class StepMetrics:
     means: dict[str, tuple[float, float]] = field(default_factory=dict)
     # totals
     sums: dict[str, float] = field(default_factory=dict)
-    # extremes
+    # smallest values
     mins: dict[str, float] = field(default_factory=dict)
+    # largest values
     maxs: dict[str, float] = field(default_factory=dict)
 
     def add_mean(self, name: str, total: float, count: float) -> None:

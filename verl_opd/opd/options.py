@@ -22,10 +22,10 @@ class Rule:
 
     # the value, or every entry of a list
     choices: tuple[str, ...] | None = None
-    at_least: float | None = None
+    at_least: float | None = None  # inclusive lower bound
     # exclusive lower bound
     above: float | None = None
-    at_most: float | None = None
+    at_most: float | None = None  # inclusive upper bound
     # exclusive upper bound
     below: float | None = None
     # a value outside the range that switches something off, such as -1
@@ -142,13 +142,17 @@ class LossOptions(ConventionOptions):
     # values of response_loss (k1, k2, k3, abs) become advantages of a PPO-clipped policy gradient
     # on the committed tokens
     policy_gradient: bool = False
+    # of that policy gradient: the probability ratio is clipped to 1 - clip_ratio, 1 + clip_ratio
     clip_ratio: float = option(0.2, above=0)
+    # of the committed tokens in the loss
     response_stream_weight: float = option(1.0, at_least=0)
+    # of the rejected proposals in the loss
     rejected_stream_weight: float = option(1.0, at_least=0)
     # of the confidence stream, for drafts with such a head
     confidence_weight: float = option(1.0, at_least=0)
-    # gamma, weight gamma^(offset-1); 1 = off
+    # weight decay^(offset-1) of a rejected proposal; 1 = off
     rejected_position_decay: float = option(0.8, above=0, at_most=1)
+    # the same for committed tokens
     response_position_decay: float = option(1.0, above=0, at_most=1)
     # bounds every per-token value, after log_prob_min_clamp; clamped tokens carry no gradient
     loss_max_clamp: float | None = option(10.0, above=0)

@@ -42,6 +42,7 @@ class BlockPlan:
     rejected_block: tuple[int, ...] = ()
     # 1-based place in the block, 1..B-1
     rejected_offset: tuple[int, ...] = ()
+    # what the draft proposed there
     rejected_token: tuple[int, ...] = ()
     # the target's, as the engine recorded it
     rejected_logprob: tuple[float, ...] = ()

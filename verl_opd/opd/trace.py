@@ -128,6 +128,7 @@ class Rejection:
     anchor: int
     # 1-based place in the block
     offset: int
+    # token id
     token: int
     # the target's, on the draft's own prefix
     logprob: float

@@ -38,6 +38,7 @@ _CHECKED_SLOTS = 2048  # per micro-batch and replay check
 class Replayed:
     """A micro-batch after the forward pass of target and draft."""
 
+    # one a sample
     items: Sequence[TrainItem]
     layout: Layout
     features: Features
@@ -50,6 +51,7 @@ class Objective:
     """Turns a replayed micro-batch into its part of the loss."""
 
     family: DraftFamily
+    # sharded by FSDP2
     draft: nn.Module
     head: TargetHead
     # where the features of branches come from; each is read once, so not through a store
