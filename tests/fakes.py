@@ -33,8 +33,16 @@ def sample(name: str = "a") -> RolloutSample:
     return RolloutSample(name, "t", (1,), (2, 3), VerifyTrace(2, ()), 0, "stop")
 
 
-def result(tau: float = 1.5) -> BenchmarkResult:
-    return BenchmarkResult("b", tau, (0.5,), 4, 2.0, 0.0, 1)
+def result(tau: float | None = 1.5, name: str = "b") -> BenchmarkResult:
+    return BenchmarkResult(
+        benchmark=name,
+        tau=tau,
+        by_position=(0.5,),
+        verify_steps=4,
+        response_length=2.0,
+        truncated_share=0.0,
+        samples=1,
+    )
 
 
 EMPTY = BlockPlan(

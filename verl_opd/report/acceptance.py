@@ -87,7 +87,7 @@ def _add_sample(metrics: StepMetrics, sample: RolloutSample, max_response_length
     metrics.add_mean("opd/rollout/empty_reject_ratio", length > 0 and boundaries == 0, 1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BenchmarkResult:
     """One benchmark rolled out greedily with one draft version."""
 

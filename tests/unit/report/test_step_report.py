@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
+from tests.fakes import result
 from tests.rollouts import worked_sample
 from verl_opd.opd.metrics import StepMetrics
-from verl_opd.report.acceptance import BenchmarkResult
 from verl_opd.report.console import Console
 from verl_opd.report.sample_log import SampleLog
 from verl_opd.report.step_report import FinishedStep, StepReporter
 from verl_opd.report.timing import Stopwatch
 from verl_opd.report.trackers import Trackers
 
-RESULT = BenchmarkResult("b", 1.5, (0.5,), 4, 2.0, 0.0, 1)
+RESULT = result(1.5)
 
 
 def reporter(folder: Path) -> StepReporter:
