@@ -42,9 +42,9 @@ def sample(name: str = "a") -> RolloutSample:
     )
 
 
-def result(tau: float = 1.5) -> BenchmarkResult:
+def result(tau: float | None = 1.5, name: str = "b") -> BenchmarkResult:
     return BenchmarkResult(
-        benchmark="b",
+        benchmark=name,
         tau=tau,
         by_position=(0.5,),
         verify_steps=4,

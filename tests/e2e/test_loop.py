@@ -153,7 +153,7 @@ def test_a_killed_run_resumes_where_it_was_and_ends_as_planned(tiny_llama_dir: P
     assert final["progress"]["opd_step"] == 3
     assert final["data"]["rows_sha256"] == saved["data"]["rows_sha256"]
     assert final["data"]["epoch"] * 2 + final["data"]["batch"] == 4
-    assert set(final["progress"]["results"]) == {"before", "after_warmup", "after_opd"}
+    assert set(final["progress"]["results"]) == {"before", "after_sft", "after_opd"}
     assert final["progress"]["results"]["before"] == saved["progress"]["results"]["before"]
     stages = [
         row for row in metrics_of(folder) if "test_rollout/tiny/vllm_spec_accept_length" in row

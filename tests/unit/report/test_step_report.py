@@ -8,24 +8,16 @@ from typing import Any
 
 import pytest
 
+from tests.fakes import result
 from tests.rollouts import worked_sample
 from verl_opd.opd.metrics import StepMetrics
-from verl_opd.report.acceptance import BenchmarkResult
 from verl_opd.report.console import Console
 from verl_opd.report.sample_log import SampleLog
 from verl_opd.report.step_report import FinishedStep, StepReporter
 from verl_opd.report.timing import Stopwatch
 from verl_opd.report.trackers import Trackers
 
-RESULT = BenchmarkResult(
-    benchmark="b",
-    tau=1.5,
-    by_position=(0.5,),
-    verify_steps=4,
-    response_length=2.0,
-    truncated_share=0.0,
-    samples=1,
-)
+RESULT = result(1.5)
 
 
 def reporter(folder: Path) -> StepReporter:

@@ -9,22 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from verl_opd.report.acceptance import BenchmarkResult
+from tests.fakes import result
 from verl_opd.report.console import Console
 from verl_opd.report.summary import Outcome, print_summary, write_summary
 from verl_opd.report.timing import Stopwatch
-
-
-def result(tau: float | None, name: str = "b") -> BenchmarkResult:
-    return BenchmarkResult(
-        benchmark=name,
-        tau=tau,
-        by_position=(0.5,),
-        verify_steps=4,
-        response_length=2.0,
-        truncated_share=0.0,
-        samples=1,
-    )
 
 
 @pytest.fixture
