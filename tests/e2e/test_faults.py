@@ -149,7 +149,7 @@ def test_a_teacher_that_hangs_or_dies_is_replaced_while_the_run_goes_on(
         "data.val_files={}",
         "teacher.source=server",
         "teacher.kv_cache_gb=1",
-        "rollout.stall_timeout=6",
+        "rollout.stall_timeout=15",
     ]
     log = folder / "log"
     with log.open("w") as output:
@@ -184,7 +184,7 @@ def test_a_teacher_that_hangs_or_dies_is_replaced_while_the_run_goes_on(
         process.wait()
     printed = log.read_text()
     assert re.search(
-        r"teacher 0 is lost \(no token for any request in rollout.stall_timeout=6 s\)", printed
+        r"teacher 0 is lost \(no token for any request in rollout.stall_timeout=15 s\)", printed
     )
     assert printed.count("teacher 0 is lost") == printed.count("starting again") == 2
     done = steps_of(folder)
