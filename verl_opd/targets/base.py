@@ -1,4 +1,4 @@
-"""What training asks of a frozen target, wherever it runs."""
+"""What training needs from a frozen target, in whichever process it runs."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def test_teachers_need_the_targets_vocabulary(cfg: Config, tiny_qwen3_dir: Path,
     cfg.teacher.models = {"other": str(foreign)}
     with pytest.raises(
         ValueError,
-        match=r"teacher.models.other=.* has another vocabulary than the target .*something_else",
+        match=r"teacher.models.other=.* has a different vocabulary from the target.*something_else",
     ):
         prepare(cfg)
 

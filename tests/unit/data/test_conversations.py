@@ -189,8 +189,8 @@ def test_a_set_without_anything_to_learn_is_an_error(tmp_path: Path) -> None:
     """A1: an all-zero mask trains happily."""
     with pytest.raises(
         ConfigError,
-        match=r"no conversation is left of .*2 rows read, 0 dropped for more than 999 tokens, "
-        r"2 for nothing to learn",
+        match=r"no conversation of .* is left: 2 rows read, 0 dropped with more than 999 tokens, "
+        r"2 dropped with nothing to learn",
     ):
         load(write(tmp_path / "a.jsonl", turns("a"), turns("b")), tokenizer_of("smollm2"))
 

@@ -113,7 +113,7 @@ def test_a_row_that_names_no_teacher_is_refused_with_its_place(tmp_path: Path):
 
     assert [prompt.teacher_key for prompt in load(["only"])] == ["math", "law"]
     with pytest.raises(
-        ConfigError, match=r"rows.jsonl:2: domain='law' names none of the teachers math, code"
+        ConfigError, match=r"rows.jsonl:2: domain='law' is not one of the teachers math, code"
     ):
         load(["math", "code"])
 

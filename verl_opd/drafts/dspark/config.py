@@ -99,7 +99,7 @@ def to_speculators(config: Mapping[str, Any], use: Use) -> dict[str, Any]:
         key: value for key, value in whole["transformer_layer_config"].items() if key in backbone
     }
     _, causal = dflash_config.layer_attention(as_dflash(config))[0]
-    network["is_causal"] = causal  # the only key that tells vLLM of a DSpark draft's causality
+    network["is_causal"] = causal  # the only key from which vLLM reads a DSpark draft's causality
     kept = {
         key: whole[key]
         for key in ("mask_token_id", "aux_hidden_state_layer_ids", "draft_vocab_size")
