@@ -44,8 +44,8 @@ class OwnHead:
 
 
 class DraftFamily(ABC):
-    """A kind of draft. The defaults are those of a family that borrows the target's embedding and
-    LM head and drafts the K proposals of a block in one forward.
+    """A kind of draft. The defaults are those of a family that uses the target's embedding and LM
+    head and drafts the K proposals of a block in one forward.
     """
 
     # value of draft.family, and the name of the family's folder
@@ -59,7 +59,7 @@ class DraftFamily(ABC):
     engine_names: tuple[tuple[str, str], ...] = ()
     # tensors of the target ("embed_tokens.weight", "lm_head.weight") that public files may repeat
     copies: tuple[str, ...] = ()
-    # drafts bring an LM head instead of borrowing the target's
+    # drafts have their own LM head instead of using the target's
     has_own_head: bool = False
     # a proposal is drafted from the one before it: a slot after a rejected one saw that token
     autoregressive: bool = False

@@ -67,7 +67,7 @@ class TeacherTop:
 class PolicyTerms:
     """Terms of the policy-gradient form, parallel to the response stream."""
 
-    # [M] float32, as TrainItem.old_logprobs; empty when the items carry none
+    # [M] float32, as TrainItem.old_logprobs; empty when the items have none
     old_logprob: Tensor = field(default_factory=_no_floats)
     # [M] float32, as TrainItem.reward
     reward: Tensor = field(default_factory=_no_floats)

@@ -231,7 +231,7 @@ def stream_totals(
 
 
 def clamp_values(values: Tensor, limit: float | None) -> Tensor:
-    """Clamp per-token losses to [-limit, limit]; clamped tokens carry no gradient."""
+    """Clamp per-token losses to [-limit, limit]; clamped tokens have no gradient."""
     return values if limit is None else values.clamp(-limit, limit)
 
 

@@ -154,7 +154,7 @@ class LossOptions(ConventionOptions):
     rejected_position_decay: float = option(0.8, above=0, at_most=1)
     # the same for committed tokens
     response_position_decay: float = option(1.0, above=0, at_most=1)
-    # bounds every per-token value, after log_prob_min_clamp; clamped tokens carry no gradient
+    # bounds every per-token value, after log_prob_min_clamp; clamped tokens have no gradient
     loss_max_clamp: float | None = option(10.0, above=0)
     # bounds the single-token log-probs of both streams from below, of draft and target alike
     log_prob_min_clamp: float | None = option(-10.0, below=0)

@@ -18,7 +18,7 @@ class VerifyStep:
     # response position (0-based; 0 = the token sampled by prefill) of the block's first token,
     # which is known before drafting
     anchor: int
-    # the K proposed token ids; proposal j (1-based offset) stands at response position anchor + j
+    # the K proposed token ids; proposal j (1-based offset) is for response position anchor + j
     drafted: tuple[int, ...]
     # a, how many leading proposals the target accepted (0 <= a <= K)
     accepted: int

@@ -119,7 +119,7 @@ def test_bad_rows_name_file_and_line(
         load_prompts([file], tokenizer, max_prompt_length=100)
 
 
-def test_few_rows_that_the_template_refuses_are_counted_and_many_are_an_error(
+def test_few_rows_that_the_template_rejects_are_counted_and_many_are_an_error(
     tmp_path: Path,
 ) -> None:
     """A11: one bad row must neither end the run nor vanish."""

@@ -70,7 +70,7 @@ def check(config: Mapping[str, Any], target: PretrainedConfig, num_speculative_t
             f"rollout.num_speculative_tokens={num_speculative_tokens} exceeds the {block} "
             "proposals of this draft (block_size)"
         )
-    # the engine queries exactly K slots, so a shorter block is a block of its own
+    # the engine queries exactly K slots, so K proposals are a valid block in themselves
     dflash_config.check(
         {**as_dflash(config), "block_size": num_speculative_tokens + 1},
         target,

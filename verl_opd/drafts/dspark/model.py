@@ -41,7 +41,7 @@ class ConfidenceHead(nn.Module):
 
 
 class DSparkDraft(DFlashDraft):
-    """Parameters carry the public checkpoint names; embedding and LM head are the target's."""
+    """Parameters have the public checkpoint names; embedding and LM head are the target's."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(as_dflash(config))

@@ -3,8 +3,8 @@ decide between V1 and V2.
 
 V1 (vLLM v1/worker/gpu_model_runner.py, its CPU subclass, vllm-ascend's NPUModelRunner):
 `_sample(logits, spec_decode_metadata)` pads rows with -1. V2 (vLLM v1/worker/gpu/model_runner.py):
-`sample(hidden_states, input_batch, grammar_output)` computes logits inside and leaves garbage
-behind the tokens that `num_sampled` counts.
+`sample(hidden_states, input_batch, grammar_output)` computes logits inside and leaves garbage after
+the tokens that `num_sampled` counts.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ def reject_lossy(runner: Any) -> None:
         )
     if getattr(runner, "batch_sharder", None) is not None:
         raise RuntimeError(
-            "sampling is split over tensor-parallel ranks (batch_sharder): each would see a part "
-            "of the requests; switch it off"
+            "sampling is split over tensor-parallel ranks (batch_sharder): each recorder would see "
+            "only a part of the requests; switch it off"
         )
 
 
 class DraftingSwitch:
-    """Wraps a V1 runner's `propose_draft_token_ids`: turns proposals off and on, and notes whether
-    the last step had any.
+    """Wraps a V1 runner's `propose_draft_token_ids`: turns proposals off and on, and remembers
+    whether the last step had any.
 
     While off, the engine decodes the target alone, at the target's speed. This needs synchronous
     scheduling: an asynchronous scheduler has already reserved the proposals' slots. Switch with no
@@ -116,8 +116,9 @@ class AlwaysDrafting:
 
 
 def attach(runner: Any, recorder: VerifyRecorder) -> tuple[str, Switch]:
-    """Wrap the sampler seam of this live runner: (qualified name of the wrapped method, switch).
-    RuntimeError when it has none, or verifies in a way that cannot be recorded.
+    """Hook the recorder into the sampler of this live runner; returns (qualified name of the
+    wrapped method, switch). RuntimeError when the runner has no such method, or verifies in a way
+    that cannot be recorded.
     """
     reject_lossy(runner)
     if any("_sample" in cls.__dict__ for cls in type(runner).__mro__):
@@ -175,8 +176,8 @@ def _discarded(runner: Any, count: int) -> list[bool]:
 
 
 class _KeepsLogits:
-    """Stands in for V2's rejection sampler and remembers the raw logits of the step, which it does
-    not change (it copies before processing).
+    """Wraps V2's rejection sampler and keeps the raw logits of the step. The sampler does not
+    change them: it copies before processing.
     """
 
     def __init__(self, inner: Any) -> None:
