@@ -45,8 +45,8 @@ find_python() {
 
 make_venv() {
     if [[ -e $venv/bin/python ]] && ! supported "$venv/bin/python"; then
-        die "the Python in $venv does not work here or is not 3.10 to 3.12: remove that folder and" \
-            "run this again"
+        die "the Python in $venv does not work here or is not 3.10 to 3.12: remove that folder" \
+            "and run this again"
     fi
     [[ -x $venv/bin/pip ]] && return
     local base
