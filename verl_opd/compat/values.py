@@ -299,8 +299,7 @@ def _divergence(estimator: str, reverse: float, forward: float) -> str:
     if (reverse, forward) not in ((1, 0), (0, 1)):
         raise ConfigError(
             f"{_LOSS}reverse_kl_weight={reverse} and {_LOSS}forward_kl_weight={forward} mix two "
-            "divergences in a stream, which takes one: "
-            "use 1 and 0 (the default) or 0 and 1"
+            "divergences, but a stream has only one: use 1 and 0 (the default), or 0 and 1"
         )
     return estimator if reverse else "forward_kl"
 

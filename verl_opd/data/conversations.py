@@ -132,8 +132,8 @@ def _check_tokenizer(tokenizer: Any) -> None:
     has_template = getattr(tokenizer, "chat_template", None) is not None
     if not (getattr(tokenizer, "is_fast", False) and has_template):
         raise ConfigError(
-            "sft.files needs a target with a fast tokenizer and a chat template: its masks come "
-            "from both"
+            "sft.files needs a target with a fast tokenizer and a chat template: loss masks are "
+            "computed from both"
         )
 
 

@@ -223,8 +223,8 @@ def _newest_whole(store: CheckpointStore) -> Path | None:
         log.warning("checkpoint %s is damaged (%s): trying the one before it", checkpoint, wrong)
     if found:
         raise ConfigError(
-            f"all {len(found)} checkpoints in {store.root} are damaged: move them away to start "
-            "from the beginning"
+            f"every checkpoint in {store.root} is damaged ({len(found)} found): move them away to "
+            "start from the beginning"
         )
     return None
 
@@ -291,7 +291,10 @@ def check_identity(checkpoint: Path, ours: dict[str, Any]) -> None:
         if theirs.get(key) != value
     ]
     if rows:
-        raise ConfigError(f"checkpoint {checkpoint} belongs to another run ({'; '.join(rows)})")
+        raise ConfigError(
+            f"checkpoint {checkpoint} belongs to another run ({'; '.join(rows)}): restore these "
+            "values, or start from its exported draft with draft.path"
+        )
 
 
 def _sync(*paths: Path) -> None:

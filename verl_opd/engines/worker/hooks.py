@@ -46,15 +46,15 @@ def reject_lossy(runner: Any) -> None:
     if method in _LOSSY:
         raise RuntimeError(
             f"speculative_config.rejection_sample_method={method!r} is lossy: recorded steps would "
-            "be off the target's distribution"
+            "not follow the target's distribution; remove it"
         )
     ascend = getattr(runner, "ascend_config", None)
     modes = getattr(ascend, "rejection_sampler_config", None)
     on = [name for name in _LOSSY_ASCEND if getattr(modes, name, False)]
     if on:
         raise RuntimeError(
-            f"rejection_sampler_config.{on[0]} is lossy: recorded steps would be off the target's "
-            "distribution; switch it off"
+            f"rejection_sampler_config.{on[0]} is lossy: recorded steps would not follow the "
+            "target's distribution; switch it off"
         )
     if getattr(ascend, "enable_reduce_sample", False):
         raise RuntimeError(
@@ -202,7 +202,7 @@ def _attach_v2(runner: Any, recorder: VerifyRecorder) -> tuple[str, Switch]:
         )
     if getattr(sampler, "enable_adaptive_verification", False):
         raise RuntimeError(
-            "adaptive verification compacts logits rows, which the recorder does not follow; "
+            "adaptive verification compacts logits rows, which the recorder does not support: "
             "switch it off"
         )
     keeper = runner.rejection_sampler = _KeepsLogits(sampler)
