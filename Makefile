@@ -1,4 +1,4 @@
-# Everything runs in .venv; `make install` makes it, as does every target that needs it.
+# Everything runs in .venv, which `make install` creates; the other targets run it first.
 PYTHON_BIN := .venv/bin
 
 .PHONY: help install quickstart test lint format
@@ -6,10 +6,10 @@ PYTHON_BIN := .venv/bin
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
 
-install: ## make .venv and install verl-opd and the packages of its tests for the CPU
+install: ## create .venv and install verl-opd for the CPU, with the packages of its tests
 	@scripts/install.sh
 
-quickstart: install ## the whole loop on the CPU: make a small target, train a new draft for it
+quickstart: install ## the whole loop on the CPU: prepare a small target, train a new draft for it
 	$(PYTHON_BIN)/verl-opd prepare
 	$(PYTHON_BIN)/verl-opd train quickstart
 

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Installs verl-opd on a machine with Ascend NPUs: checks what is installed and adds only what is
-# missing. Safe to run again.
+# Installs verl-opd on a machine with Ascend NPUs: checks the installed packages and adds only those
+# that are missing. Safe to run again.
 #
 #   ./install_npu.sh [--dry-run | --check] [--engines] [--row 0.21.0|0.23.0]
 #
 #   --dry-run  print every step and its reason, change nothing
-#   --check    only compare what is installed with third_party/versions.json
-#   --engines  build vllm and vllm-ascend from third_party/ although they are installed; needs
+#   --check    only compare the installed versions with third_party/versions.json
+#   --engines  build vllm and vllm-ascend from third_party/ even if they are installed; needs
 #              SOC_VERSION
-#   --row      versions to install for; without it those of the installed vllm, else of CANN
+#   --row      row of versions.json; default: the row of the installed vllm, else that of CANN
 #
 # PYTHON=/path/to/python chooses the interpreter (default python3). torch and torch_npu are never
 # installed, replaced or removed.
@@ -35,7 +35,7 @@ while (($#)); do
     esac
 done
 python=$(command -v "${PYTHON:-python3}") ||
-    die "${PYTHON:-python3} is not there: set PYTHON=/path/to/python, 3.10 to 3.12"
+    die "${PYTHON:-python3} was not found: set PYTHON=/path/to/python, 3.10 to 3.12"
 [[ $python == /* ]] || python=$PWD/$python
 cd "$root" # a working directory that holds a folder named vllm would hide the engine
 
@@ -70,10 +70,10 @@ torch_versions() {
 perform() {
     local name=$1 command=$2 now
     eval "$command" </dev/null ||
-        die "the step '$name' failed, its messages are above; a second run begins with it"
+        die "the step '$name' failed (messages above); run this again to repeat it and go on"
     now=$(torch_versions)
     [[ $now == "$torch" ]] ||
-        die "the step '$name' changed torch from ${torch% } to ${now:-nothing}; to put it back:" \
+        die "the step '$name' changed torch from ${torch% } to ${now:-nothing}; to restore it:" \
             "$python -m pip install --no-deps ${torch% }"
 }
 
@@ -100,12 +100,12 @@ blocked=
 options=(--shell --python "$python" --scratch "$scratch" "${engines[@]}" "${row[@]}")
 plan=$("$python" "$planner" plan "${options[@]}") || blocked=yes
 [[ -z $blocked || $mode == dry-run ]] ||
-    die "nothing was changed; what stands in the way is listed above"
+    die "nothing was changed; fix the errors above first"
 torch=$(torch_versions)
 if [[ -n $plan ]]; then perform_all "$plan"; else say "nothing is missing"; fi
 if [[ $mode == dry-run ]]; then
     [[ -z $blocked ]] ||
-        die "without --dry-run nothing would be done: what stands in the way is listed above"
+        die "without --dry-run nothing would be changed either; fix the errors above first"
     exit
 fi
 check

@@ -5,7 +5,7 @@
 #   DRY_RUN=1      print resolved configuration, environment and placement, and stop
 #   PYTHON=...     interpreter that has verl-opd (default: .venv of this checkout, else python3)
 
-# variable -> key; a variable that is unset or empty leaves its key to the recipe
+# variable -> key; without the variable (unset or empty) the recipe's value stays
 launch_keys=(
     MODEL_PATH=target.path
     DRAFT_PATH=draft.path

@@ -10,17 +10,17 @@ _INTRODUCTION = """\
 
 Every verb of `verl-opd` that takes a recipe also reads override lines written for verl and
 Draft-OPD, as `key=value`, `+key=value` or `++key=value`, and lines with keys that were renamed
-here (`warmup`, `training` and `trainer.warmup_steps`). The command first prints what it read each
-of them as. Recipes (YAML) take only the keys of [`schema.py`](../verl_opd/config/schema.py).
+here (`warmup`, `training` and `trainer.warmup_steps`). The command first prints the translation of
+each line. Recipes (YAML) take only the keys of [`schema.py`](../verl_opd/config/schema.py).
 
-- A key without a line keeps the value of the recipe, not the default of verl. Only where several
-  old keys decide one of ours do the missing ones have the defaults of Draft-OPD: `loss_mode` k3,
-  weights 1 and 0, decay 0.9.
+- A key without a line keeps the value of the recipe, not the default of verl. There is one
+  exception: where several old keys together decide one of ours, the missing ones have the defaults
+  of Draft-OPD (`loss_mode` k3, weights 1 and 0, decay 0.9).
 - *dropped*: the key has no effect, because this package always works that way or because no result
   depends on it. Where accepted values are listed, every other value is an error with the reason.
 - *unsupported*: the key is an error with the reason.
-- Two lines that decide one key differently are an error, whatever their spelling. Of several lines
-  with one old key the last one counts.
+- Two lines that set one key to different values are an error, also when one of them uses an old
+  name. Of several lines with one old key the last one counts.
 - `opd.convention=draft_opd` selects the anchors and the normaliser of Draft-OPD; it has no old
   name.
 

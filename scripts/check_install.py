@@ -71,7 +71,7 @@ def main() -> int:
     for name, run in checks.items():
         try:
             run()
-        except Exception as error:  # whatever a broken package raises on import is the answer
+        except Exception as error:  # a broken package may raise anything on import
             print(f"install: error: {name}: {type(error).__name__}: {error}", file=sys.stderr)
             return 1
     missing = [

@@ -1,14 +1,14 @@
-"""Compares supervision with on-policy distillation at equal wall-clock: several seeds, one warm-up
-each, from which every variant continues.
+"""Compares supervision with on-policy distillation at equal wall-clock time: several seeds, each
+with one supervised start from which every variant continues.
 
     .venv/bin/python scripts/compare.py run --seeds 42 7 123
         hours on two cores; finished variants are not run again
     .venv/bin/python scripts/compare.py table
         markdown table of the finished runs, and docs/comparison.png (needs matplotlib)
 
-Every variant trains `--steps` rollout steps of the quickstart recipe after the same warm-up.
-Continued supervision gets `--supervised-updates` optimiser steps per rollout step instead, set so
-that it takes as long as the on-policy variants, whose rollouts draft.
+Every variant trains `--steps` rollout steps of the quickstart recipe after the same start.
+Continued supervision gets `--supervised-updates` optimiser steps per rollout step instead, chosen
+so that it takes as long as the on-policy variants, whose rollouts draft.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-WARMUP_STEPS = 6
+START_STEPS = 6  # supervised steps before variants differ
+START = "warmup"  # folder of the supervised start
 VARIANTS = {
     "OPD, exact convention": [],
     "OPD, draft_opd convention": ["opd.convention=draft_opd"],
@@ -59,29 +60,29 @@ def run(
     root: Path, seeds: list[int], steps: int, supervised_updates: int, only: list[str] | None
 ) -> None:
     for seed in seeds:
-        warm = root / f"seed_{seed}" / "warmup"
-        if not (warm / "summary.json").exists():
+        start = root / f"seed_{seed}" / START
+        if not (start / "summary.json").exists():
             train(
-                warm,
+                start,
                 seed,
-                [f"sft.steps={WARMUP_STEPS}", "trainer.total_training_steps=0"],
+                [f"sft.steps={START_STEPS}", "trainer.total_training_steps=0"],
             )
         for name, overrides in VARIANTS.items():
             folder = root / f"seed_{seed}" / slug(name)
             if (folder / "summary.json").exists() or (only and slug(name) not in only):
                 continue
             shutil.rmtree(folder, ignore_errors=True)
-            shutil.copytree(warm, folder, symlinks=True)
+            shutil.copytree(start, folder, symlinks=True)
             (folder / "summary.json").unlink()
             if overrides is None:
                 extra = [
-                    f"sft.steps={WARMUP_STEPS + steps}",
+                    f"sft.steps={START_STEPS + steps}",
                     f"sft.updates_per_step={supervised_updates}",
                 ]
                 extra.append("trainer.total_training_steps=0")
             else:
                 extra = [
-                    f"sft.steps={WARMUP_STEPS}",
+                    f"sft.steps={START_STEPS}",
                     f"trainer.total_training_steps={steps}",
                     *overrides,
                 ]
@@ -89,14 +90,14 @@ def run(
 
 
 def outcome(folder: Path, stage: str) -> tuple[float, float]:
-    """(held-out tau after `stage`, seconds of rollout, training and push in the steps that followed
-    the warm-up).
+    """(held-out tau after `stage`, seconds of rollout, training and push in the steps after the
+    start).
     """
     tau = json.loads((folder / "summary.json").read_text())["results"][stage][0]["tau"]
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     parts = ("timing_s/gen", "timing_s/update_actor", "timing_s/update_weights")
     steps = [
-        row for row in rows if "timing_s/step" in row and row["training/global_step"] > WARMUP_STEPS
+        row for row in rows if "timing_s/step" in row and row["training/global_step"] > START_STEPS
     ]
     return tau, sum(row[part] for row in steps for part in parts)
 
@@ -109,9 +110,7 @@ def table(root: Path, seeds: list[int], image: Path) -> None:
         if all((root / f"seed_{seed}" / slug(name) / "summary.json").exists() for name in VARIANTS)
     ]
     taus = {
-        "after the warm-up": [
-            outcome(root / f"seed_{seed}" / "warmup", "after_sft")[0] for seed in done
-        ]
+        "the start alone": [outcome(root / f"seed_{seed}" / START, "after_sft")[0] for seed in done]
     }
     seconds: dict[str, list[float]] = {}
     for name, overrides in VARIANTS.items():
@@ -119,7 +118,7 @@ def table(root: Path, seeds: list[int], image: Path) -> None:
         results = [outcome(root / f"seed_{seed}" / slug(name), stage) for seed in done]
         taus[name], seconds[name] = [tau for tau, _ in results], [spent for _, spent in results]
     print(
-        "| trained after the warm-up | "
+        "| after the supervised start | "
         + " | ".join(f"seed {seed}" for seed in done)
         + " | mean tau | seconds |"
     )

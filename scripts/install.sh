@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes a virtual environment, installs verl-opd into it and checks that it works. Safe to run
+# Creates a virtual environment, installs verl-opd into it and checks that it works. Safe to run
 # again: a finished install is only checked.
 #
 #   scripts/install.sh [--extras cpu,test] [--venv .venv]
@@ -45,13 +45,13 @@ find_python() {
 
 make_venv() {
     if [[ -e $venv/bin/python ]] && ! supported "$venv/bin/python"; then
-        die "$venv holds a Python that does not work here or is not 3.10 to 3.12: remove that" \
-            "folder and run this again"
+        die "the Python in $venv does not work here or is not 3.10 to 3.12: remove that folder" \
+            "and run this again"
     fi
     [[ -x $venv/bin/pip ]] && return
     local base
     base=$(find_python)
-    say "making $venv with $base"
+    say "creating $venv with $base"
     "$base" -m venv "$venv"
 }
 
@@ -90,7 +90,7 @@ remove_foreign_builds() {
     for name in torchvision torchaudio torchcodec; do
         if "$python" -m pip show --quiet "$name" 2>/dev/null &&
             ! "$python" -c "import $name" 2>/dev/null; then
-            say "removing $name: its build does not fit this torch, and nothing here needs it"
+            say "removing $name: its build does not fit this torch, and verl-opd does not need it"
             "$python" -m pip uninstall --quiet --yes "$name"
         fi
     done
@@ -105,7 +105,7 @@ inputs=$(cat pyproject.toml scripts/install.sh | sha256sum | cut -d' ' -f1)
 wanted="$extras $inputs $("$python" -V)"
 if [[ -f $stamp && $(<"$stamp") == "$wanted" ]]; then
     check --quick && exit 0
-    say "the finished install does not work any more; installing again"
+    say "the earlier install no longer works; installing again"
 fi
 rm -f "$stamp"
 upgrade_pip

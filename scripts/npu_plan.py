@@ -1,6 +1,6 @@
 """The plan of install_npu.sh: compares the Ascend stack of this machine with
-third_party/versions.json and lists the steps that are missing, with the versions that pip has to
-keep and the packages that building the engines needs.
+third_party/versions.json and lists the missing steps, the versions that pip must keep and the
+packages that building the engines needs.
 
     python scripts/npu_plan.py check
         a table; exit 1 when something does not fit
@@ -105,7 +105,7 @@ class Planner:
     root: Path  # the checkout
     python: str  # interpreter that runs pip
     scratch: str  # folder for constraint files
-    engines: bool = False  # build the engines although they are installed
+    engines: bool = False  # build the engines even if they are installed
 
     def steps(self) -> list[Step]:
         return [*self._engine_steps(), *self._triton_steps(), *self._project_steps()]
@@ -135,11 +135,11 @@ class Planner:
             yield from self._checkout(name)
         constraints, tools = f"{self.scratch}/torch.txt", f"{self.scratch}/build.txt"
         also = ("--also", f"transformers=={self.row.transformers}")
-        why = "pip may not replace torch or torch_npu, and takes the row's transformers"
+        why = "pip must not replace torch or torch_npu, and must install the row's transformers"
         yield Step(
             "pin torch", why, self._stack("pins", "--torch-only", *also, "--out", constraints)
         )
-        why = "engines are built against the installed torch, not in an environment of their own"
+        why = "engines are built against the installed torch, not in an isolated environment"
         yield Step("list build tools", why, self._stack("build-requires", *folders, "--out", tools))
         yield Step(
             "build tools",
@@ -184,9 +184,7 @@ class Planner:
     def _checkout(self, name: str) -> Iterator[Step]:
         ref, folder = self.row.git[name.replace("-", "_")], f"third_party/{name}"
         if not re.fullmatch(r"[0-9a-f]{40}", ref):
-            reason = (
-                f"vllm {self.row.vllm} goes with {name} {ref}; the submodule is at another commit"
-            )
+            reason = f"vllm {self.row.vllm} needs {name} {ref}; the submodule is at another commit"
             yield Step(
                 f"fetch {name} {ref}",
                 reason,
@@ -243,7 +241,7 @@ class Planner:
             )
             yield Step(
                 "verl-opd",
-                f"{reason}; without dependencies, torch is one",
+                f"{reason}; without dependencies, because torch is one of them",
                 self._pip("install", "--no-deps", "-e", "."),
             )
         wanted = missing(
@@ -253,13 +251,13 @@ class Planner:
         repairs = ("transformers",) if "transformers" in wanted else ()
         if repairs:
             reason = wanted.pop("transformers")
-            if "vllm" not in self.builds():  # whose dependency it is
+            if "vllm" not in self.builds():  # building vllm installs it
                 wanted[f"transformers=={self.row.transformers}"] = reason
         if wanted:
             file = f"{self.scratch}/constraints.txt"
             yield Step(
                 "pin all",
-                "pip may not replace torch*, triton*, vllm*, transformers or numpy",
+                "pip must not replace torch*, triton*, vllm*, transformers or numpy",
                 self._stack("pins", "--out", file),
             )
             yield Step(
@@ -275,13 +273,13 @@ def _scm_version(version: str) -> tuple[str, ...]:
     return (f"SETUPTOOLS_SCM_PRETEND_VERSION={version}",)
 
 
-def rejections(
+def blocking_errors(
     seen: Collection[Finding],
     steps: Collection[Step],
     planner: Planner | None,
     environ: Mapping[str, str],
 ) -> list[Finding]:
-    """Errors that no step repairs, and what is missing for building the engines."""
+    """Errors that no step repairs, and what building the engines still needs."""
     repaired = {name for step in steps for name in step.repairs}
     blocking = [
         finding for finding in seen if finding.level == "error" and finding.what not in repaired
@@ -317,7 +315,7 @@ def rejections(
 
 def _parser(table: Mapping[str, VersionRow]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="npu_plan.py", description="What an installation on an NPU machine still needs."
+        prog="npu_plan.py", description="Plan the installation on a machine with Ascend NPUs."
     )
     commands = parser.add_subparsers(dest="command", required=True)
     plan = commands.add_parser("plan", help="the steps of an installation")
@@ -331,10 +329,10 @@ def _parser(table: Mapping[str, VersionRow]) -> argparse.ArgumentParser:
             "--root",
             type=Path,
             default=Path("/"),
-            help="folder below which CANN's default folders are",
+            help="folder that contains CANN's default folders",
         )
     plan.add_argument(
-        "--engines", action="store_true", help="build the engines although they are installed"
+        "--engines", action="store_true", help="build the engines even if they are installed"
     )
     plan.add_argument("--python", default=sys.executable, help="interpreter of the steps")
     plan.add_argument("--scratch", default="/tmp", help="folder for constraint files")
@@ -343,11 +341,11 @@ def _parser(table: Mapping[str, VersionRow]) -> argparse.ArgumentParser:
         action="store_true",
         help="tab-separated name, reason and shell command instead of JSON",
     )
-    pin = commands.add_parser("pins", help="constraints of what is installed")
+    pin = commands.add_parser("pins", help="constraints that keep the installed versions")
     pin.add_argument("--torch-only", action="store_true")
     pin.add_argument("--also", action="append", default=[], help="a further constraint")
     build = commands.add_parser(
-        "build-requires", help="what source trees need to be built, without torch and triton"
+        "build-requires", help="packages that building source trees needs, without torch and triton"
     )
     build.add_argument("folders", nargs="+", type=Path)
     for command in (pin, build):
@@ -385,7 +383,7 @@ def _plan(options: argparse.Namespace, table: Mapping[str, VersionRow]) -> int:
         else None
     )
     seen, steps = findings(table, machine, row), planner.steps() if planner else []
-    blocking = rejections(seen, steps, planner, os.environ)
+    blocking = blocking_errors(seen, steps, planner, os.environ)
     if options.shell:
         print(f"install_npu: for vllm {row.vllm if row else 'unknown'} ({why})", file=sys.stderr)
         for step in steps:
@@ -406,7 +404,7 @@ def _plan(options: argparse.Namespace, table: Mapping[str, VersionRow]) -> int:
                 {
                     **found,
                     "steps": list(map(asdict, steps)),
-                    "refused": list(map(asdict, blocking)),
+                    "blocking": list(map(asdict, blocking)),
                 },
                 indent=2,
             )

@@ -1,4 +1,4 @@
-"""Make a wandb workspace with the panels of docs/dashboard.md in the project that runs log to.
+"""Create a wandb workspace with the panels of docs/dashboard.md in the project that runs log to.
 
     python scripts/wandb_workspace.py --entity my-team [--project verl-opd]
 

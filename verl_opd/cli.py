@@ -22,7 +22,7 @@ overrides are written as in Hydra:
   data.train_files=[a.jsonl,b.jsonl]       a list
   rollout.engine_kwargs.block_size=32      an entry of a free-form section
   ~data.val_files.python_functions         remove such an entry
-names of verl and Draft-OPD, and former names, are read as well: docs/aliases.md
+keys of verl and Draft-OPD, and former keys, also work: docs/aliases.md
 
 recipes: """
 
@@ -33,12 +33,12 @@ class Verb:
 
     help: str  # one line
     declare: Callable[[argparse.ArgumentParser], None]  # adds its arguments to its parser
-    # does it, from the parsed options and the whole command line; returns the exit code
+    # runs the verb, given the parsed options and the whole command line; returns the exit code
     run: Callable[[argparse.Namespace, list[str]], int]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb. Exit codes: 0 done, 1 a run that failed (what happened, on stderr), 2 a problem
+    """Run one verb. Exit codes: 0 done, 1 a run that failed (reason on stderr), 2 a problem that
     the user can fix (one line on stderr), 130 interrupted.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -192,16 +192,14 @@ def _recipe_verb(
 
 
 VERBS: dict[str, Verb] = {
-    "train": _recipe_verb(
-        "train a draft on the states it meets while the target verifies it", _train
-    ),
+    "train": _recipe_verb("train a draft on its own rollouts, verified by the target", _train),
     "eval": _recipe_verb("measure held-out accept length of draft.path in the engine", _eval),
     "bench": _recipe_verb("measure what recording and draft pushes cost", _bench),
     "plan": _recipe_verb(
-        "show where everything would run and how much memory it takes; starts nothing", _plan
+        "print placement, environments and memory of a run; starts nothing", _plan
     ),
     "doctor": _recipe_verb(  # reports wrong values itself, beside everything else
-        "check versions, devices, memory, disk, models and data before a long run does",
+        "check versions, devices, memory, disk, models and data before a long run",
         _doctor,
         validated=False,
     ),

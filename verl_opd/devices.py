@@ -17,7 +17,7 @@ _FREE_PORTS = (("HCCL_HOST_SOCKET_PORT_RANGE", "auto"), ("HCCL_NPU_SOCKET_PORT_R
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A kind of device: all facts by which the rest of the package decides."""
+    """A kind of device: everything in which it differs from others."""
 
     # torch device type
     name: str

@@ -26,7 +26,7 @@ class WeightSyncError(RunError):
 
 
 class WorkerDied(RunError):
-    """A process of the run is gone; the run can go on from its last checkpoint."""
+    """A process of the run is gone; the run can continue from its last checkpoint."""
 
 
 class RestartsExhausted(WorkerDied):
@@ -50,6 +50,6 @@ class Finding:
     """The result of one check of a machine or an installation."""
 
     what: str  # what was checked
-    level: str  # ok | note (worth knowing, stops nothing) | error
+    level: str  # ok | note (worth knowing, but not an error) | error
     seen: str  # what was found
     remedy: str = ""  # what to do about a note or an error

@@ -34,4 +34,4 @@ def open_log(log_path: str) -> None:
     tree = logging.getLogger(TREE)
     tree.handlers = [handler]
     tree.setLevel(logging.INFO)
-    tree.propagate = False  # libraries configure the root logger as they like
+    tree.propagate = False  # libraries may configure the root logger in any way

@@ -1,4 +1,4 @@
-"""Where the output of a process goes, and how what it leaves behind is removed however it ends.
+"""Redirects the output of a process, and cleans up after it in whichever way it ends.
 
 This file also runs as a script: `clean_up_after` starts it as the process that cleans up, which
 therefore imports nothing that takes long.
@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 _SHARED = Path("/dev/shm")
-_LOOK_SECONDS = 1.0  # how often the process that cleans up notes what there will be to clean
+_LOOK_SECONDS = 1.0  # how often the process that cleans up looks for new processes and files
 
 
 def redirect_output(log_path: str) -> None:
@@ -34,7 +34,7 @@ def redirect_output(log_path: str) -> None:
 
 
 def clean_up_after(files: Sequence[Path] = (), children: bool = False) -> None:
-    """Start a process, in a session of its own, that waits until this one is gone, even by SIGKILL,
+    """Start a process, in its own session, that waits until this one is gone, even by SIGKILL,
     and then removes `files`. With `children` it also kills all processes below this one that were
     started after this call, and removes the segments and semaphores that they shared in /dev/shm.
     """
@@ -52,8 +52,8 @@ def clean_up_after(files: Sequence[Path] = (), children: bool = False) -> None:
 
 
 def kill_and_remove(processes: Iterable[psutil.Process], files: Iterable[str]) -> list[int]:
-    """SIGKILL those of `processes` that still exist, then remove `files`, as a killed engine
-    cannot. Returns the ids of what was killed; a process id that was reused is left alone.
+    """SIGKILL those of `processes` that still exist, then remove `files`, which a killed engine
+    leaves behind. Returns the ids that were killed; reused process ids are skipped.
     """
     killed = []
     for process in processes:
@@ -108,8 +108,8 @@ def _gone(process: psutil.Process, seconds: float) -> bool:
 
 
 def _wait_and_clean() -> None:
-    """What the process of `clean_up_after` does. It leaves its parent at once, because Ray would
-    otherwise kill it together with its parent's children.
+    """The main function of the process that `clean_up_after` starts. It detaches from its parent at
+    once, because Ray would otherwise kill it together with its parent's children.
     """
     task = json.load(sys.stdin)
     parent = psutil.Process(task["pid"])

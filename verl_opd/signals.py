@@ -22,7 +22,9 @@ def asked_to_stop(error: BaseException) -> bool:
 
 
 class StopSignal:
-    """While entered, the first SIGINT or SIGTERM is only noted; the second interrupts at once."""
+    """While entered, the first SIGINT or SIGTERM only sets `asked`; the second interrupts at
+    once.
+    """
 
     def __init__(self) -> None:
         self._before: dict[int, Any] = {}
@@ -49,8 +51,8 @@ class StopSignal:
             raise KeyboardInterrupt
         self.asked = True
         text = (
-            f"{signal.Signals(number).name}: finishing this step, then a checkpoint; once more to "
-            "stop at once\n"
+            f"{signal.Signals(number).name}: finishing this step, then writing a checkpoint; a "
+            "second signal stops at once\n"
         )
         # unbuffered: the interrupted code may hold the lock of any buffered stream
         os.write(2, text.encode())

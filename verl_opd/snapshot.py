@@ -1,5 +1,5 @@
-"""A published state of the draft: what travels from trainer to engine, with the proof that it
-arrived.
+"""A published state of the draft: the file from trainer to engine, and the checksum by which an
+engine proves that it holds it.
 """
 
 from __future__ import annotations
@@ -52,5 +52,5 @@ class SnapshotWriter:
         clean_up_after([self.path])
 
     def clear(self) -> None:
-        """Remove the file: it is not needed once a push is proven."""
+        """Remove the file: it is not needed after a push."""
         self.path.unlink(missing_ok=True)

@@ -51,7 +51,7 @@ def steps_of(folder: Path) -> list[int]:
     )
 
 
-def test_a_run_survives_whatever_dies_and_stops_when_asked(tiny_llama_dir: Path, folder: Path):
+def test_a_run_survives_dying_processes_and_stops_on_a_signal(tiny_llama_dir: Path, folder: Path):
     overrides = [
         "trainer.total_training_steps=400",
         "trainer.save_freq=1",
@@ -84,7 +84,7 @@ def test_a_run_survives_whatever_dies_and_stops_when_asked(tiny_llama_dir: Path,
                 f"a process called {title}: {log.read_text()[-1000:]}",
                 0.1,
             )
-            told, reached = log.read_text().count("starting again"), max(steps_of(folder))
+            restarts, reached = log.read_text().count("starting again"), max(steps_of(folder))
             if title == "ray::TrainWorker":
                 wait_for(
                     lambda: list(store.glob(".tmp-step_*")),
@@ -94,15 +94,15 @@ def test_a_run_survives_whatever_dies_and_stops_when_asked(tiny_llama_dir: Path,
                 )
             os.kill(victims[0], number)
             wait_for(
-                lambda told=told, reached=reached: (
+                lambda restarts=restarts, reached=reached: (
                     process.poll() is not None
                     or (
-                        log.read_text().count("starting again") > told
+                        log.read_text().count("starting again") > restarts
                         and max(steps_of(folder)) > reached + 1
                     )
                 ),
                 240,
-                f"the run to go on after {title} got {number.name}",
+                f"the run to continue after {title} got {number.name}",
             )
         assert process.poll() is None, log.read_text()[-3000:]
         family = descendants(process.pid)
@@ -117,7 +117,7 @@ def test_a_run_survives_whatever_dies_and_stops_when_asked(tiny_llama_dir: Path,
     assert re.search(r"agent loop worker \d died", said)
     assert said.count("is lost (") >= 3
     assert re.search(r"no (token for any request|answer to \w+) in rollout.stall_timeout=6 s", said)
-    assert "SIGTERM: finishing this step, then a checkpoint" in said
+    assert "SIGTERM: finishing this step, then writing a checkpoint" in said
     assert re.search(
         r"stopped; the newest checkpoint is \S*step_\d+; continue with:\nverl-opd train", said
     )
@@ -134,7 +134,7 @@ def test_a_run_survives_whatever_dies_and_stops_when_asked(tiny_llama_dir: Path,
     rows = metrics_of(folder)
     assert sum(row.get("actor/skipped_steps", 0) for row in rows) == 0
     assert all(row.get("opd/replay_mismatch", 0) == 0 for row in rows), (
-        "engines that came back draft with the current weights"
+        "replaced engines draft with the current weights"
     )
 
 

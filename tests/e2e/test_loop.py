@@ -88,7 +88,7 @@ def test_a_killed_run_resumes_where_it_was_and_ends_as_planned(tiny_llama_dir: P
     ]
     arguments = command(tiny_llama_dir, folder, *overrides)
     store = folder / "run" / "checkpoints"
-    secret, before = "a-key-nobody-else-has-5cc1", shared_names()
+    secret, before = "a-key-of-this-test-5cc1", shared_names()
     with (folder / "first.log").open("w") as log:
         first = subprocess.Popen(
             arguments,

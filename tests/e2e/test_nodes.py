@@ -74,7 +74,7 @@ def test_a_run_over_two_nodes_stops_with_its_resume_line_when_one_is_lost(
     said = log.read_text()
     assert "is lost" in said or "died" in said
     assert re.search(
-        r"cannot start again: .*(needs 2 CPU \(Ray has 1\)|could not reserve 2 bundles)", said
+        r"the run cannot restart: .*(needs 2 CPU \(Ray has 1\)|could not reserve 2 bundles)", said
     )
     assert f"the newest checkpoint is {store.resolve()}/step_" in said
     assert "continue with:\nverl-opd train" in said

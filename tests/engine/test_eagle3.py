@@ -165,7 +165,7 @@ def test_training_replays_what_the_engine_drafts_before_and_after_a_push(
     assert eagle.call(eagle.engine.target_checksum()) == before
 
 
-def test_token_maps_do_not_travel_and_a_push_without_the_head_is_refused(
+def test_token_maps_do_not_travel_and_a_push_without_the_head_is_rejected(
     eagle: LiveEngine, tmp_path: Path
 ):
     """C3: the engine must not fall back to the target's head."""

@@ -33,7 +33,7 @@ def request(url: str, key: str | None = None, body: dict | None = None) -> tuple
         return error.code, error.read().decode()
 
 
-def test_the_openai_server_answers_on_loopback_and_asks_for_the_key(live: LiveEngine):
+def test_the_openai_server_answers_on_loopback_and_requires_the_key(live: LiveEngine):
     url, key = live.call(live.engine.http_address())
     assert url.startswith("http://127.0.0.1:")
     body = {
@@ -50,7 +50,7 @@ def test_the_openai_server_answers_on_loopback_and_asks_for_the_key(live: LiveEn
     assert "vllm:spec_decode_num_drafts" in request(f"{url}/metrics", key)[1]
 
 
-def test_an_engine_asleep_refuses_requests_and_wakes_in_order(live: LiveEngine, prompts):
+def test_an_engine_asleep_rejects_requests_and_wakes_in_order(live: LiveEngine, prompts):
     live.call(live.engine.sleep(0))
     live.call(live.engine.sleep(0))
     with pytest.raises(RolloutError, match="asleep"):
@@ -90,7 +90,7 @@ def test_the_probe_compares_the_live_engine_with_the_configuration(
 def test_the_probe_notices_a_recorder_that_sees_nothing(live: LiveEngine):
     live.call(live.engine.set_recording(False))
     try:
-        with pytest.raises(RolloutError, match="recorder never saw it"):
+        with pytest.raises(RolloutError, match="was not recorded"):
             live.call(live.engine._probe())
     finally:
         live.call(live.engine.set_recording(True))

@@ -56,7 +56,7 @@ def test_greedy_traces_explain_every_token_of_32_concurrent_requests(live: LiveE
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(0.0, 1.0), (0.7, 1.0), (0.7, 0.8)])
-def test_refused_logprobs_are_the_targets_on_the_drafts_own_prefix(
+def test_logprobs_of_rejected_tokens_are_the_targets_on_the_drafts_own_prefix(
     live: LiveEngine, prompts, temperature: float, top_p: float
 ):
     """Divided by the temperature, and not cut by top-p: a rejected token outside the nucleus keeps
@@ -64,7 +64,7 @@ def test_refused_logprobs_are_the_targets_on_the_drafts_own_prefix(
     """
     model = AutoModelForCausalLM.from_pretrained(live.settings.model_path, dtype=torch.float32)
     result = live.generate(
-        f"refused-{temperature}-{top_p}",
+        f"rejected-{temperature}-{top_p}",
         prompts[0],
         temperature=temperature,
         top_p=top_p,

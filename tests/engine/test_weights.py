@@ -84,7 +84,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("problem", BROKEN)
-def test_a_wrong_push_is_refused_and_nothing_changes(
+def test_a_wrong_push_is_rejected_and_nothing_changes(
     live: LiveEngine, tmp_path: Path, problem: str
 ):
     before = live.call(live.engine.read_back())
@@ -100,7 +100,7 @@ def test_a_wrong_push_is_refused_and_nothing_changes(
         prove(reply, snapshot, "replica 0")
 
 
-def test_a_truncated_file_is_refused(live: LiveEngine, tmp_path: Path):
+def test_a_truncated_file_is_rejected(live: LiveEngine, tmp_path: Path):
     """K10."""
     before = live.call(live.engine.read_back())
     snapshot, _ = snapshot_of(live, tmp_path / "cut.safetensors", seed=9, version=99)

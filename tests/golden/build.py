@@ -399,11 +399,11 @@ def undocumented(names: Sequence[str]) -> list[str]:
 
 
 def translated(lines: Sequence[str]) -> dict[str, Any]:
-    """What becomes of override lines: refused, dropped, or other lines."""
+    """The translation of override lines: an error, dropped, or other lines."""
     try:
         found, _ = translate(list(lines))
     except ConfigError:
-        return {"outcome": "refused", "lines": []}
+        return {"outcome": "error", "lines": []}
     return {"outcome": "translated" if found else "dropped", "lines": found}
 
 
@@ -420,7 +420,7 @@ def alias_table() -> dict[str, dict[str, Any]]:
         elif isinstance(row, aliases.Drop):
             rows[key] = {"does": "drops", "keys": [], "values": list(row.only)}
         else:
-            rows[key] = {"does": "refuses", "keys": []}
+            rows[key] = {"does": "unsupported", "keys": []}
     return rows
 
 
@@ -430,7 +430,7 @@ def wire_fields(events: Sequence[Event], length: int) -> dict[str, Any]:
 
 
 def from_wire(fields: dict[str, Any], length: int) -> dict[str, Any] | None:
-    """The trace that fields stand for, as plain lists; None when they are refused."""
+    """The trace that fields stand for, as plain lists; None when they are an error."""
     try:
         trace = wire.from_extra_fields(fields, length)
     except ValueError:

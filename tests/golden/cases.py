@@ -16,7 +16,7 @@ MASK_TOKEN = 96
 LAYERS = [1, 3, 5]
 FAMILIES = ("dflash", "eagle3", "dspark")
 CONVENTIONS = ("exact", "draft_opd")
-# (accepted, drafted tokens, log-probs of the refused ones); (0, [], []): a step without a draft
+# (accepted, drafted tokens, log-probs of the rejected ones); (0, [], []): a step without a draft
 Event = tuple[int, list[int], list[float]]
 
 BASE: dict[str, Any] = {
@@ -237,8 +237,8 @@ def make_text(call: int, index: int, drafting: bool, proposable: Sequence[int] =
         accepted = rng.randrange(PROPOSALS + 1)
         drafted = [rng.choice(proposable or TOKENS) for _ in range(PROPOSALS)]
         left = [token for token in TOKENS if drafted[accepted : accepted + 1] != [token]]
-        refused = [-round(rng.uniform(0.5, 8.0), 3) for _ in range(PROPOSALS - accepted)]
-        events.append((accepted, drafted, refused))
+        rejected = [-round(rng.uniform(0.5, 8.0), 3) for _ in range(PROPOSALS - accepted)]
+        events.append((accepted, drafted, rejected))
         response += [*drafted[:accepted], rng.choice(left)]
     return Text(response[:length], events)
 
@@ -284,7 +284,7 @@ TRACES: dict[str, tuple[list[Event], int]] = {
         [(1, [5, 6], [-1.25]), (0, [], []), (0, [7, 8], [-0.5, -9.0]), (0, [], [])],
         6,
     ),
-    "refused_first_and_suffix": (
+    "rejected_first_and_suffix": (
         [(0, [21, 22, 23], [-0.1, -0.2, -30.0]), (2, [24, 25, 26], [-1.5])],
         5,
     ),
@@ -295,7 +295,7 @@ TRACES: dict[str, tuple[list[Event], int]] = {
     "steps_past_the_end": ([(0, [61], [-1.0]), (1, [62], []), (0, [63], [-2.0])], 2),
     "unequal_blocks": ([(1, [71], []), (2, [72, 73, 74, 75], [-1.0, -2.0]), (0, [76], [-3.0])], 7),
 }
-# what is done to the fields of the worked example -> they are refused
+# what is done to the fields of the worked example -> they are an error
 BROKEN_FIELDS: dict[str, dict[str, Any]] = {
     "a_field_is_missing": {"dflash_draft_free_token_indices": None},
     "an_anchor_is_missing": {"dflash_replay_block_anchor_indices": [0, 2]},

@@ -177,7 +177,7 @@ def line_renamed(line: str) -> str:
 def test_outcomes_of_alias_lines() -> None:
     table, rows = golden("alias_table.json"), golden("alias_outcomes.json")
     kinds = {row["outcome"] for row in rows}
-    assert kinds == {"translated", "dropped", "refused"}
+    assert kinds == {"translated", "dropped", "error"}
     for row in rows:
         given = [
             line if line.lstrip("+").split("=")[0] in table else line_renamed(line)
@@ -201,13 +201,13 @@ def test_rows_of_the_alias_table() -> None:
 def test_wire_form_of_a_trace(name: str) -> None:
     example = golden("traces.json")[name]
     assert (example["events"], example["length"]) == tuple(plain(cases.TRACES[name]))
-    events = [(accepted, drafted, refused) for accepted, drafted, refused in example["events"]]
+    events = [(accepted, drafted, rejected) for accepted, drafted, rejected in example["events"]]
     assert build.wire_fields(events, example["length"]) == example["fields"]
     assert build.from_wire(example["fields"], example["length"]) == example["trace"]
 
 
 @pytest.mark.parametrize("name", cases.BROKEN_FIELDS)
-def test_broken_fields_are_refused(name: str) -> None:
+def test_broken_fields_are_an_error(name: str) -> None:
     example = golden("traces.json")["worked_example"]
     fields = example["fields"] | cases.BROKEN_FIELDS[name]
     left = {key: value for key, value in fields.items() if value is not None}

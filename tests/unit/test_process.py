@@ -90,7 +90,7 @@ def test_whatever_a_process_leaves_behind_is_cleaned_up_however_it_ends(
         foreign.unlink()
 
 
-def test_children_are_left_alone_unless_asked_for(tmp_path: Path):
+def test_children_are_left_alone_unless_requested(tmp_path: Path):
     """A driver in a notebook has children of other packages."""
     name, file = f"psm_kept{os.getpid()}", tmp_path / "snapshot"
     file.write_text("x")

@@ -14,10 +14,10 @@ from typing import Any
 from verl_opd.config.schema import Config
 from verl_opd.errors import ConfigError
 
-# tokens of one request in a decode step (npu_fused_infer_attention_score, layout TND)
+# most tokens of one request in a decode step (npu_fused_infer_attention_score, layout TND)
 MAX_QUERY = 16
 BATCHED_TOKENS = 2048  # vLLM's default of max_num_batched_tokens
-STREAMS = 1800  # of a die's 2048 that graphs may use; a trainer on the same die takes its part
+STREAMS = 1800  # of a die's 2048 that graphs may use, less what a trainer on the same die uses
 _GOOD = '{"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [8, 16, 32, 64]}'
 
 
@@ -43,17 +43,17 @@ def _check_sizes(cfg: Config) -> None:
     if query > MAX_QUERY:
         raise ConfigError(
             f"rollout.num_speculative_tokens={rollout.num_speculative_tokens} is too much for an "
-            f"NPU: 1 + K = {query} query tokens, its attention "
-            f"kernel takes {MAX_QUERY}; use at most {MAX_QUERY - 1} (a draft of longer blocks can "
-            f"continue with draft.block_size={MAX_QUERY})"
+            f"NPU: its attention kernel takes {MAX_QUERY} query tokens and 1 + K = {query}; use "
+            f"at most {MAX_QUERY - 1} (a draft of longer blocks can continue with "
+            f"draft.block_size={MAX_QUERY})"
         )
     batched = int(rollout.engine_kwargs.get("max_num_batched_tokens", BATCHED_TOKENS))
     needed = rollout.max_num_seqs * query
     if needed > batched:
         raise ConfigError(
             f"rollout.max_num_seqs={rollout.max_num_seqs} x (1 + K) = {needed} tokens exceed "
-            f"rollout.engine_kwargs.max_num_batched_tokens={batched}: the drafter's buffers are "
-            f"sized by it; set it to {needed} or more"
+            f"rollout.engine_kwargs.max_num_batched_tokens={batched}, the size of the drafter's "
+            f"buffers: set it to {needed} or more"
         )
 
 
@@ -91,8 +91,8 @@ def _check_graphs(cfg: Config, target_layers: int, environ: Mapping[str, str]) -
     if mode != "NONE" and pieces * len(sizes) > STREAMS // 2:
         raise ConfigError(
             f"rollout.engine_kwargs.compilation_config: {len(sizes)} captured sizes x {pieces} "
-            f"pieces need about {pieces * len(sizes)} streams; a die "
-            f"that a trainer shares has some {STREAMS // 2} (error 207005 at capture): use fewer "
+            f"pieces need about {pieces * len(sizes)} streams, and a die shared with a trainer "
+            f"has about {STREAMS // 2} (error 207005 at capture): use fewer "
             f"sizes, such as '{_GOOD}', or "
             "rollout.enforce_eager=true"
         )
@@ -112,7 +112,7 @@ def _graph_setting(cfg: Config, compilation: Mapping[str, Any], name: str) -> An
     alone = cfg.rollout.engine_kwargs.get(name)
     if alone is not None and compilation.get(name) is not None:
         raise ConfigError(
-            f"rollout.engine_kwargs.{name} and the same in compilation_config: set one of them"
+            f"rollout.engine_kwargs.{name} is also set in compilation_config: keep one of them"
         )
     return alone if alone is not None else compilation.get(name)
 

@@ -21,9 +21,9 @@ from verl_opd.errors import Finding
 _PACKAGE = Path(__file__).resolve().parents[1]
 ROOT = _PACKAGE.parent
 ENGINES = ("vllm", "vllm-ascend")
-# torch_npu asks for torch+cpu on x86-64, which PyPI does not have
+# torch_npu requires torch+cpu on x86-64, which PyPI does not have
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
-# triton-ascend above 3.2.0 is nowhere on PyPI
+# PyPI does not have triton-ascend above 3.2.0
 ASCEND_INDEX = "https://mirrors.huaweicloud.com/ascend/repos/pypi"
 
 
@@ -226,7 +226,7 @@ def findings(
 ) -> list[Finding]:
     """The machine compared with the row."""
     if machine.cuda:
-        remedy = "this installs for Ascend NPUs only: scripts/install.sh --extras cuda,test"
+        remedy = "use scripts/install.sh --extras cuda,test; this installer is for Ascend NPUs only"
         return [Finding("device", "error", "nvidia-smi without npu-smi: a CUDA machine", remedy)]
     seen = "npu-smi" if machine.npu_smi else "no npu-smi on PATH"
     device = Finding(
@@ -287,7 +287,7 @@ def _packages(machine: Machine, row: VersionRow) -> Iterator[Finding]:
             "vllm",
             "note",
             f"{machine.vllm}: built without its git tag",
-            f"export VLLM_VERSION={row.vllm} if that is what it is",
+            f"export VLLM_VERSION={row.vllm} if it is that version",
         )
     else:
         yield _compared("vllm", machine.vllm, row, [row.vllm], "./install_npu.sh builds it", build)
@@ -314,7 +314,7 @@ def _packages(machine: Machine, row: VersionRow) -> Iterator[Finding]:
     )
     if "triton" in found:
         beside = (
-            " beside triton-ascend, which owns the same import" if "triton-ascend" in found else ""
+            " beside triton-ascend, which has the same module" if "triton-ascend" in found else ""
         )
         yield Finding(
             "triton",
@@ -348,7 +348,7 @@ def _compared(
     wanted = " or ".join(accepted)
     near = closeness(found, accepted, depth)
     if near == "other":
-        return Finding(what, "error", f"{found}, but vllm {row.vllm} goes with {wanted}", other)
+        return Finding(what, "error", f"{found}, but vllm {row.vllm} needs {wanted}", other)
     return (
         Finding(what, "ok", found)
         if near == "same"

@@ -1,9 +1,9 @@
-"""`verl-opd bench`: what recording and syncing cost, measured on the configured target and draft.
+"""`verl-opd bench`: the cost of recording and of draft pushes, for the configured target and draft.
 
 Recorder overhead is measured in two ways. The same greedy prompts run on the same engines with the
-recorder on and off, in turns: the median of paired ratios holds every effect of recording, and the
-noise of the machine. The time spent inside the recorder, as a share of the recorded runs, is free
-of noise but misses side effects such as colder caches. Draft push: seconds from the trainer's
+recorder on and off, in turns: the median of paired ratios includes every effect of recording, and
+the noise of the machine. The time spent inside the recorder, as a share of the recorded runs, has
+no such noise but misses side effects such as colder caches. Draft push: seconds from the trainer's
 gather to the engine's read-back, over several pushes.
 """
 

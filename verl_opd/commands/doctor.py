@@ -1,5 +1,5 @@
-"""`verl-opd doctor`: checks everything that a long run needs before the run starts, and names a
-remedy for whatever is missing.
+"""`verl-opd doctor`: checks everything that a long run needs before the run starts, and prints a
+remedy for everything that is missing.
 """
 
 from __future__ import annotations
@@ -83,9 +83,7 @@ def _packages(cfg: Config) -> Iterator[Finding]:
     for name, extra in wanted.items():
         try:
             importlib.import_module(name)
-        except (
-            Exception
-        ) as error:  # a broken package may raise anything, and the user needs to know
+        except Exception as error:  # a broken package may raise anything
             pip = f"pip install 'verl-opd[{extra}]' in a fresh virtual environment"
             remedy = script if script and name != "wandb" else pip
             yield Finding(name, "error", f"{type(error).__name__}: {error}", remedy)
@@ -111,7 +109,7 @@ def _device(cfg: Config) -> Iterator[Finding]:
     users = f"{cfg.trainer.n_student_workers} student worker(s) and {teachers} teacher server(s)"
     if device.on_host:
         cores = len(available_cores())
-        remedy = "they will share cores: runs get slow"
+        remedy = "some will share cores, which slows the run down"
         yield Finding("cores", _level(cores >= wanted, "note"), f"{cores} for {users}", remedy)
         return
     import torch
@@ -135,7 +133,7 @@ def _stack(cfg: Config) -> Iterator[Finding]:
     for finding in odd:
         yield replace(finding, what="NPU stack", seen=f"{finding.what}: {finding.seen}")
     if row and not odd:
-        fits = f"as third_party/versions.json has it for vllm {row.vllm} ({why})"
+        fits = f"matches third_party/versions.json for vllm {row.vllm} ({why})"
         yield Finding("NPU stack", "ok", fits)
 
 
@@ -157,7 +155,7 @@ def _ports(cfg: Config) -> Iterator[Finding]:
     try:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            seen = f"the kernel gives ports, such as {probe.getsockname()[1]}"
+            seen = f"free ports available, such as {probe.getsockname()[1]}"
     except OSError as error:
         yield Finding("loopback", "error", str(error), remedy)
     else:
@@ -177,7 +175,7 @@ def _disk(cfg: Config) -> Iterator[Finding]:
         return
     free = shutil.disk_usage(parent).free
     seen = f"{root}: {free / _GB:.1f} GB free"
-    remedy = "free some space: every checkpoint holds the draft seven times over"
+    remedy = "free some space: a checkpoint is seven times as large as the draft"
     yield Finding("run directory", _level(free > _GB), seen, remedy)
 
 

@@ -1,8 +1,8 @@
 """How much memory a run takes on devices and on the host, before anything starts.
 
 This is arithmetic over shapes plus constants that were measured on a CPU (what a process holds
-before it holds a model). Activations are counted at their worst: a full micro-batch, samples as
-long as they may get. On accelerators the engine's share is what it is given.
+before it holds a model). Activations are counted for the worst case: a full micro-batch of the
+longest samples. On accelerators an engine takes the share that gpu_memory_utilization sets.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Line:
     what: str  # as printed
     device: float = 0.0  # GB of device memory
     host: float = 0.0  # GB of host memory
-    lasting: bool = False  # held also while the other one of trainer and engine works
+    lasting: bool = False  # also held while the other of the two (trainer, engine) works
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def _longest(cfg: Config) -> int:
 
 
 def _responses(cfg: Config) -> int:
-    """Responses that a rank may meet: every mini-batch is distributed over the ranks anew."""
+    """Responses that a rank may train on: every mini-batch is distributed over all ranks again."""
     return cfg.data.train_batch_size * (cfg.sft.steps + (cfg.trainer.total_training_steps or 1))
 
 

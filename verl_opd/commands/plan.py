@@ -28,8 +28,8 @@ from verl_opd.report.console import Console
 
 
 def plan(cfg: Config) -> None:
-    """Print configuration, placement, environments and memory. Nothing is started; without the
-    models at hand only memory is left out.
+    """Print configuration, placement, environments and memory. Nothing is started; where the models
+    cannot be read, only memory is left out.
     """
     from transformers import AutoConfig
 
@@ -70,7 +70,7 @@ def print_placement(console: Console, cfg: Config, device: Device) -> None:
     rows += [
         [f"teacher {unit} {i}", f"teacher server {i} ({name})"] for i, name in enumerate(names)
     ]
-    console.table(f"placement over {cfg.trainer.nnodes} node(s)", ["where", "who"], rows)
+    console.table(f"placement over {cfg.trainer.nnodes} node(s)", ["where", "what"], rows)
 
 
 def print_environments(console: Console, cfg: Config, device: Device) -> None:
@@ -123,6 +123,6 @@ def print_memory(
         console.print(
             "note: that is more than a device has; lower rollout.gpu_memory_utilization, "
             "compute.max_tokens_per_micro_batch or opd.max_response_anchors, or set "
-            "compute.gradient_checkpointing=true (is "
+            "compute.gradient_checkpointing=true (now "
             f"{str(cfg.compute.gradient_checkpointing).lower()})"
         )

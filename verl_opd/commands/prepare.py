@@ -82,7 +82,7 @@ def missing_part(model_dir: Path) -> str | None:
         if not (model_dir / "chat_template.jinja").exists() and "chat_template" not in tokenizer:
             return "no chat template"
         if "model" not in json.loads((model_dir / "tokenizer.json").read_text(encoding="utf-8")):
-            return "tokenizer.json holds no vocabulary"
+            return "tokenizer.json has no vocabulary"
         if generation.get("eos_token_id") is None:
             return "generation_config.json names no eos_token_id"
         # safe_open fails for a file shorter than its header says

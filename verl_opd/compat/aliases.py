@@ -20,7 +20,7 @@ class To:
 
     new: str  # our key; its `*` is what the `*` of the old key matched
     # old value -> new text. A function returns None to keep the text and raises ValueError with
-    # what the value must be. A dict lists all values there are. None keeps every text.
+    # what the value must be. A dict lists all supported values. None keeps every text.
     value: Callable[[Any], str | None] | dict[str, str] | None = None
     note: str = ""  # what the table of docs/aliases.md adds
 
@@ -90,7 +90,7 @@ SECTIONS: dict[str, dict[str, AliasRow]] = {
         "validation_shuffle": Drop("held-out prompts keep their order", (False,)),
         "val_batch_size": Drop("held-out prompts are all sent at once"),
         "dataloader_num_workers": Drop("prompts are read once, before the run"),
-        "reward_fn_key": Drop("rows are told apart by teacher.key"),
+        "reward_fn_key": Drop("teacher.key distinguishes rows"),
         "custom_cls.*": Unsupported("prompts are JSONL rows, as README.md describes"),
     },
     "actor_rollout_ref": {
@@ -369,7 +369,7 @@ SECTIONS: dict[str, dict[str, AliasRow]] = {
         "use_task_rewards": Drop(
             "a reward is a function, opd.reward, with opd.policy_gradient=true", (False,)
         ),
-        "distillation_loss_coef": Drop("there is no other loss to weigh it against", (1,)),
+        "distillation_loss_coef": Drop("it is the only loss", (1,)),
         "use_replay_dis": Drop(
             "diagnostics that train nothing; opd.replay_check_freq compares replay and engine"
         ),

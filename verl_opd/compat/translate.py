@@ -19,16 +19,16 @@ from verl_opd.errors import ConfigError
 
 @dataclass(frozen=True)
 class Translation:
-    """What became of one line."""
+    """How one override line was translated."""
 
-    old: str  # the line as it was given
-    new: tuple[str, ...]  # the lines it turned into; empty = dropped
-    reason: str  # why, as it is printed; empty for a plain rename
+    old: str  # the line as given
+    new: tuple[str, ...]  # the lines in our keys; empty = dropped
+    reason: str  # why, as printed; empty for a plain rename
 
 
 def translate(overrides: list[str]) -> tuple[list[str], list[Translation]]:
-    """The override lines in our keys, and what became of each line with another key. Lines with our
-    keys, or with keys that are not in the table, pass unchanged.
+    """The override lines in our keys, and the translation of each line with another key. Lines with
+    our keys, or with keys that are not in the table, pass unchanged.
 
     Of several lines with one old key the last one counts, as in Hydra. ConfigError for a value that
     is not supported, and for two lines that decide one key differently.
@@ -61,12 +61,12 @@ def translate(overrides: list[str]) -> tuple[list[str], list[Translation]]:
 class _Line:
     """An override line."""
 
-    text: str  # as it was given
+    text: str  # as given
     key: str = ""  # without the prefix + or ++; empty where the line has another form
     raw: str = ""  # the text of the value
     value: Any = None  # the value that Hydra's grammar reads in it, or UNREADABLE
     row: AliasRow | None = None  # None = the line passes unchanged
-    tail: str = ""  # what the last `*` of the row stands for
+    tail: str = ""  # what the last `*` of the row matched
 
     @staticmethod
     def of(text: str) -> _Line:
@@ -106,7 +106,7 @@ def _patterns() -> list[tuple[re.Pattern[str], AliasRow]]:
 
 
 def _find(key: str) -> tuple[AliasRow | None, str]:
-    """The row of `key`, None if the table has none, and what its last `*` stands for."""
+    """The row of `key` (None if the table has none) and what its last `*` matched."""
     if key in TABLE:
         return TABLE[key], ""
     matches = ((pattern.fullmatch(key), row) for pattern, row in _patterns())
@@ -117,7 +117,7 @@ def _new_lines(line: _Line, given: Given) -> dict[str, str]:
     """New keys and their texts; empty when the line is dropped."""
     row, shown = line.row, f"{line.key}={line.raw}"
     if isinstance(row, Unsupported):
-        raise ConfigError(f"{shown} has no meaning here ({row.why}): leave it out")
+        raise ConfigError(f"{shown} is not supported ({row.why}): leave it out")
     if isinstance(row, Drop):
         if row.only and line.value not in row.only:
             accepted = " or ".join(map(in_words, row.only))
@@ -153,7 +153,7 @@ def _check_agreement(counting: Mapping[str, _Line], news: Mapping[str, Mapping[s
             other = claims.setdefault(key, line)
             if line.value != other.value:
                 raise ConfigError(
-                    f"{other.text} and {line.text} both decide {key}, as {in_words(other.value)} "
+                    f"{other.text} and {line.text} both set {key}, to {in_words(other.value)} "
                     f"and {in_words(line.value)}: keep one"
                 )
 
@@ -162,7 +162,7 @@ def _reason(row: AliasRow, new: Mapping[str, str]) -> str:
     if isinstance(row, Drop):
         return row.why
     note = row.note if isinstance(row, To | With) else ""
-    return note if new or not note else f"decides nothing beside the other lines ({note})"
+    return note if new or not note else f"has no effect beside the other lines ({note})"
 
 
 def in_words(value: Any) -> str:

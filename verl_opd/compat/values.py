@@ -29,7 +29,8 @@ def parsed(key: str, raw: str) -> Any:
         return UNREADABLE
     if isinstance(value, Sweep):
         raise ConfigError(
-            f"{key}={raw}: several values; a list is written [a,b], a string with a comma '\"a,b\"'"
+            f"{key}={raw} has several values: write a list as [a,b], a string with a comma as "
+            "'\"a,b\"'"
         )
     return value
 
@@ -129,7 +130,7 @@ def one_less(value: Any) -> str:
 
 def a_path(value: Any) -> None:
     if value is None:
-        raise ValueError("the directory of a draft: drafts inside the target are not trained here")
+        raise ValueError("the directory of a draft: a draft inside the target is not supported")
 
 
 DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
@@ -298,8 +299,7 @@ def _divergence(estimator: str, reverse: float, forward: float) -> str:
     if (reverse, forward) not in ((1, 0), (0, 1)):
         raise ConfigError(
             f"{_LOSS}reverse_kl_weight={reverse} and {_LOSS}forward_kl_weight={forward} mix two "
-            "divergences in a stream, which takes one: "
-            "use 1 and 0 (the default) or 0 and 1"
+            "divergences, but a stream has only one: use 1 and 0 (the default), or 0 and 1"
         )
     return estimator if reverse else "forward_kl"
 
@@ -332,8 +332,8 @@ def updates_per_step(given: Given) -> dict[str, str]:
     if not mini or batch % mini or (mini < batch and steps > 1):
         raise ConfigError(
             f"{key}={mini} does not split data.train_batch_size={batch} with "
-            f"trainer.update_accumulation_steps={steps}: give a divisor of it "
-            "(all of it with accumulation), or use trainer.updates_per_step"
+            f"trainer.update_accumulation_steps={steps}: use a divisor of the batch size (with "
+            "accumulation the batch size itself), or trainer.updates_per_step"
         )
     return {"trainer.updates_per_step": str(batch // mini)}
 

@@ -125,7 +125,7 @@ def _prepare(override: Override, text: str) -> str:
         raise _unknown(text.lstrip("+~").split("=")[0], override.value())
     if override.is_sweep_override():
         raise ConfigError(
-            f"{text}: several values; a list is written [a,b], a string with a comma '\"a,b\"'"
+            f"{text} has several values: write a list as [a,b], a string with a comma as '\"a,b\"'"
         )
     if override.is_delete() and not is_free_form(key):
         raise ConfigError(
@@ -207,7 +207,7 @@ def _reason(error: OmegaConfBaseException) -> str:
 
 
 def _content(name: str, recipe: str) -> Any:
-    """What the YAML file of a recipe holds, which `recipe` is or extends; empty if not found."""
+    """The content of the YAML file `name`, which `recipe` is or extends; empty if not found."""
     for folder in (find_recipe(recipe).parent, shipped_root() / "recipes"):
         file = folder / f"{name}.yaml"
         if file.is_file():

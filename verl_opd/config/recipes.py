@@ -44,8 +44,8 @@ def find_recipe(recipe: str) -> Path:
     near = difflib.get_close_matches(recipe, names, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ConfigError(
-        f"unknown recipe {recipe!r}: {hint}shipped are {', '.join(names)}; give a recipe of "
-        "your own by its path (.yaml)"
+        f"unknown recipe {recipe!r}: {hint}shipped recipes are {', '.join(names)}; name a recipe "
+        "of your own by its path (.yaml)"
     )
 
 

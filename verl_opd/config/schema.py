@@ -48,9 +48,9 @@ class TargetConfig:
     """The frozen target LLM."""
 
     path: str = MISSING  # HF directory (or hub id where a hub is reachable)
-    # of the trainer's copy and the engine's; drafts travel in bfloat16, float16 would round them
+    # of the trainer's copy and the engine's; no float16: it would round drafts, which are bfloat16
     dtype: str = option("bfloat16", choices=_DTYPES)
-    trust_remote_code: bool = False  # run Python code that the model directory brings
+    trust_remote_code: bool = False  # run Python code from the model directory
 
 
 @dataclass
@@ -176,14 +176,14 @@ class TeacherConfig:
 @dataclass
 class SftConfig:
     """How supervised steps train whole blocks at sampled anchors, on text that the target writes
-    meanwhile or on given conversations.
+    during the run or on given conversations.
     """
 
     steps: int = option(0, at_least=0)  # supervised steps before OPD starts
-    # JSONL conversations to learn from; empty = text that the target writes meanwhile
+    # JSONL conversations to learn from; empty = text that the target writes during the run
     files: list[str] = field(default_factory=list)
     messages_key: str = "messages"  # field of a conversation row that holds its messages
-    # optimiser steps of a supervised step; target text: drawn from all that was rolled out so far
+    # optimiser steps per supervised step; text of the target is drawn from all rollouts so far
     updates_per_step: int = option(1, at_least=1)
     samples_per_update: int = option(8, at_least=1)  # sequences per optimiser step
     anchors_per_sample: int = option(16, at_least=1)  # blocks per sequence, at random anchors
@@ -231,7 +231,7 @@ class ComputeConfig:
 class TrainerConfig:
     """The loop: how long, how often, where to."""
 
-    # everything that a run writes; a path or a relative one
+    # directory of everything that a run writes; absolute or relative
     run_dir: str = "runs/${trainer.project_name}/${trainer.experiment_name}"
     # folder below runs/, and project of wandb
     project_name: str = option("verl-opd", check=_folder_name)
@@ -256,8 +256,8 @@ class TrainerConfig:
     # checkpoint every N steps; -1 = only after the sft stage, validations and at the end
     save_freq: int = option(50, at_least=1, off=-1)
     keep_last: int = option(2, at_least=1)  # newest checkpoints that are kept, besides the best
-    # lost processes that are replaced: engines and agent loops in place, trainer ranks from the
-    # last checkpoint
+    # lost processes that are replaced: engines, teachers and agent loops in place, trainer ranks
+    # from the last checkpoint
     max_restarts: int = option(3, at_least=0)
     # auto = from the newest checkpoint of this run, where there is one
     resume_mode: str = option("auto", choices=("auto", "disable", "path"))

@@ -1,4 +1,4 @@
-"""What scores the response stream, decided once from the configuration."""
+"""The teacher of the response stream, chosen once from the configuration."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def teacher_models(cfg: Config) -> dict[str, str]:
         why = f"opd.response_loss={loss}" if loss == TOP_K_LOSS else f"teacher.models={foreign}"
         raise ConfigError(
             "teacher.source=composed scores with the trainer's copy of target.path and does not "
-            f"go with {why}: use teacher.source=server"
+            f"work with {why}: use teacher.source=server"
             + (", or opd.response_loss=full_forward_kl" if loss == TOP_K_LOSS else "")
         )
     if teacher.source == "composed" or (teacher.source == "auto" and not wants_server):
@@ -43,8 +43,8 @@ def _check_server(cfg: Config) -> None:
     usable = (*SCORED_LOSSES, TOP_K_LOSS)
     if loss not in usable:
         raise ConfigError(
-            "a teacher server reports log-probs of single tokens, which "
-            f"opd.response_loss={loss} has no use for: use one of {', '.join(usable)}, or "
+            "a teacher server reports log-probs of single tokens, which are not enough for "
+            f"opd.response_loss={loss}: use one of {', '.join(usable)}, or "
             "teacher.source=composed without teacher.models"
         )
     if temperature not in (0.0, 1.0):

@@ -15,29 +15,29 @@ from verl_opd.config.teacher import teacher_models
 from verl_opd.errors import ConfigError
 from verl_opd.opd.names import BLOCK_LOSSES, ESTIMATORS
 
-# vLLM engine arguments that the rollout server sets itself, and the key that decides them.
+# vLLM engine arguments that the rollout server sets itself -> what to do instead.
 OWNED_ENGINE_KWARGS: dict[str, str] = {
-    "model": "target.path",
-    "tokenizer": "target.path",
-    "dtype": "target.dtype",
-    "trust_remote_code": "target.trust_remote_code",
-    "speculative_config": "rollout.num_speculative_tokens and the draft section",
-    "max_model_len": "rollout.max_model_len",
-    "max_num_seqs": "rollout.max_num_seqs",
-    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
-    "enforce_eager": "rollout.enforce_eager",
-    "seed": "trainer.seed",
-    "worker_extension_cls": "nothing: the verify recorder lives there",
-    "enable_sleep_mode": "nothing: the phases of the loop depend on it",
-    "served_model_name": "nothing: the server uses target.path",
+    "model": "set target.path",
+    "tokenizer": "set target.path",
+    "dtype": "set target.dtype",
+    "trust_remote_code": "set target.trust_remote_code",
+    "speculative_config": "set rollout.num_speculative_tokens and the draft section",
+    "max_model_len": "set rollout.max_model_len",
+    "max_num_seqs": "set rollout.max_num_seqs",
+    "gpu_memory_utilization": "set rollout.gpu_memory_utilization",
+    "enforce_eager": "set rollout.enforce_eager",
+    "seed": "set trainer.seed",
+    "worker_extension_cls": "remove it (it holds the verify recorder)",
+    "enable_sleep_mode": "remove it (engines sleep wherever the device can)",
+    "served_model_name": "remove it (the name is target.path)",
 }
 _OWNED_BY_TEACHERS: dict[str, str] = {
-    "max_logprobs": "teacher.top_k",
-    "logprobs_mode": "nothing: a teacher reports its own distribution",
-    "skip_tokenizer_init": "nothing: teachers read token ids",
-    "max_num_seqs": "teacher.max_num_seqs",
-    "gpu_memory_utilization": "teacher.gpu_memory_utilization",
-    "model": "teacher.models",
+    "max_logprobs": "set teacher.top_k",
+    "logprobs_mode": "remove it (a teacher reports its own distribution)",
+    "skip_tokenizer_init": "remove it (teachers read token ids)",
+    "max_num_seqs": "set teacher.max_num_seqs",
+    "gpu_memory_utilization": "set teacher.gpu_memory_utilization",
+    "model": "set teacher.models",
 }
 _QUICKSTART_TARGET = "/SmolLM2-135M-Instruct"
 _PREPARE = "`make quickstart` or `verl-opd prepare` creates this one"
@@ -57,7 +57,7 @@ def validate(cfg: Config) -> None:
 
 
 def _check_rules(cfg: Config) -> None:
-    """Every key by itself: the rules that stand beside the keys in the schema."""
+    """Single keys, by the rules declared in the schema."""
     for key, rule in rules().items():
         value = reduce(getattr, key.split("."), cfg)
         entries = value if rule.choices and isinstance(value, list) else [value]
@@ -108,10 +108,10 @@ def _check_draft(cfg: Config) -> None:
         )
     if size is not None and size != tokens + 1 and not draft.allow_block_size_mismatch:
         raise ConfigError(
-            f"draft.block_size={size} differs from rollout.num_speculative_tokens={tokens} plus 1: "
-            f"the replayed blocks would not be those of the engine; "
-            f"use num_speculative_tokens={size - 1}, or draft.allow_block_size_mismatch=true if it "
-            "is meant"
+            f"draft.block_size={size} differs from rollout.num_speculative_tokens={tokens} plus 1, "
+            "so training would replay other blocks than the engine drafts: use "
+            f"rollout.num_speculative_tokens={size - 1}, or draft.allow_block_size_mismatch=true "
+            "if this is intended"
         )
 
 
@@ -147,7 +147,8 @@ def _check_engine_kwargs(key: str, given: dict[str, Any], owned: dict[str, str])
     for name, value in given.items():
         if name in owned:
             raise ConfigError(
-                f"{key}.{name}={value!r} is set by the server; what decides it: {owned[name]}"
+                f"{key}.{name}={value!r} is not supported, because the server sets this argument "
+                f"itself: {owned[name]}"
             )
         if name == "load_format" and value == "dummy":
             raise ConfigError(
@@ -201,7 +202,8 @@ def _check_streams(cfg: Config) -> None:
     ):
         if value == "k1" and not (opd.policy_gradient and key == "opd.response_loss"):
             raise ConfigError(
-                f"{key}=k1 has a gradient that does not depend on the target: use k2 or k3"
+                f"{key}=k1 is not supported here, because its gradient does not depend on the "
+                "target: use k2 or k3"
             )
     if opd.response_loss in BLOCK_LOSSES:
         wanted = {

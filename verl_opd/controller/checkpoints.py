@@ -21,8 +21,8 @@ class Checkpoints:
 
     store: CheckpointStore
     trainers: Trainers
-    position: Position  # where the run stands, which a checkpoint carries along
-    identity: dict[str, Any]  # must be equal for a checkpoint to be continued
+    position: Position  # where the run is in its data; part of every checkpoint
+    identity: dict[str, Any]  # a checkpoint with another identity cannot be continued
     clock: Stopwatch
     failed: int = 0  # checkpoints that could not be written
     # global step and number of measured points of the newest checkpoint
@@ -31,7 +31,7 @@ class Checkpoints:
     def save(self, tau: float | None = None, required: bool = False) -> None:
         """Write a checkpoint of this point unless there is one. With `tau`, the accept length on
         held-out prompts, mark it as best if no other reached as much. When it cannot be written (a
-        full disk), that is logged and counted, and training goes on; a `required` one raises.
+        full disk), that is logged and counted and training continues; a `required` one raises.
         """
         try:
             self._write(tau)

@@ -20,17 +20,15 @@ class Restarts:
         self.allowed = self.left = allowed
 
     def spend(self, reason: str) -> None:
-        """Take one restart and log its reason; RestartsExhausted when none is left."""
+        """Use up one restart and log its reason; RestartsExhausted when none is left."""
         if self.left <= 0:
-            raise RestartsExhausted(
-                f"{reason}, and trainer.max_restarts={self.allowed} are used up"
-            )
+            raise RestartsExhausted(f"{reason}, and trainer.max_restarts={self.allowed} is used up")
         self.left -= 1
         log.warning(f"{reason}: starting again, {self.left} of {self.allowed} restarts left")
 
 
 def failure(server: Any) -> str:
-    """Why an engine server cannot go on; empty when it can."""
+    """Why a server cannot continue; empty when it can."""
     try:
         return str(ray.get(server.failure.remote(), timeout=_PING_SECONDS))
     except ray.exceptions.GetTimeoutError:
@@ -40,7 +38,7 @@ def failure(server: Any) -> str:
 
 
 def death(rank: Any) -> str:
-    """How a trainer rank ended; empty while it lives, however busy."""
+    """How a trainer rank ended; empty while it runs, also when it is too busy to answer."""
     try:
         ray.get(rank.ping.remote(), timeout=_PING_SECONDS)
     except ray.exceptions.GetTimeoutError:

@@ -114,8 +114,8 @@ class Fleet:
             if found != self._target:
                 raise WeightSyncError(
                     f"engine {index} does not hold the target that engine 0 loaded at the start "
-                    f"(checksum {found}, there {self._target}): its rollouts since the last check "
-                    "are not the target's"
+                    f"(checksum {found}, expected {self._target}): its rollouts since the last "
+                    "check do not follow the target"
                 )
 
     def _start(self, servers: Sequence[Any]) -> list[dict[str, Any]]:
@@ -158,8 +158,8 @@ class Fleet:
             before, left = len(left), [prompt for prompt in left if prompt.sample_id not in by_id]
             if len(left) == before and not replaced:
                 raise RolloutError(
-                    f"none of {before} samples came back, {left[0].sample_id} among them, and "
-                    "every engine reports that it is healthy"
+                    f"all {before} samples were aborted, {left[0].sample_id} among them, although "
+                    "every engine is healthy; see logs/rollout_*.log"
                 )
             if left:
                 self.counts["rerun_samples"] += len(left)
@@ -172,8 +172,8 @@ class Fleet:
     def _attempt(
         self, prompts: Sequence[Prompt], sampling: dict[str, Any], draft_version: int, score: bool
     ) -> tuple[list[RolloutSample | SampleFailure], bool]:
-        """The outcome of each prompt, and whether a process had to be replaced. RolloutError when
-        samples failed and every process is healthy.
+        """The outcome of each prompt, and whether a process was replaced. RolloutError when samples
+        failed although every process is healthy.
         """
         shares = [list(prompts[i :: len(self._agents)]) for i in range(len(self._agents))]
         work = {
@@ -186,8 +186,8 @@ class Fleet:
         for index, part in work.items():
             try:
                 outcomes.extend(ray.get(part))
-            # raised inside a living agent loop: the death of a server that it called is an actor
-            # error too
+            # raised inside a living agent loop; also an actor error when a server that it called
+            # has died
             except ray.exceptions.RayTaskError:
                 raise
             except ray.exceptions.RayActorError as error:
@@ -198,7 +198,7 @@ class Fleet:
                 replaced = True
         failures = [outcome for outcome in outcomes if isinstance(outcome, SampleFailure)]
         replaced = self.replace_failed() or replaced
-        if replaced:  # nothing is in flight now, and dead agent loops released nothing
+        if replaced:  # nothing is in flight now; dead agent loops did not release their requests
             ray.get(self._router.reset.remote())
         if failures and not replaced:
             raise RolloutError(f"sample {failures[0].sample_id}: {failures[0].reason}")
@@ -207,19 +207,19 @@ class Fleet:
     # -- health ------------------------------------------------------------------------------------
 
     def deaths(self) -> list[str]:
-        """Servers that cannot go on, teachers included, and why."""
+        """Servers that cannot continue, teachers included, and why."""
         engines = [f"engine {index} is lost ({why})" for index, why in _failed(self.servers)]
         return engines + [
             f"teacher {index} is lost ({why})" for index, why in _failed(self._teachers)
         ]
 
     def replace_failed(self) -> bool:
-        """Replace every server that does not answer, died or hangs; whether there was one.
+        """Replace every server that does not answer, died or hangs; returns whether there was one.
         RestartsExhausted when no restart is left, WorkerDied when a whole node is lost.
         """
         engines, teachers = _failed(self.servers), _failed(self._teachers)
-        # checked after the servers, whose silence may be the first sign; trainer ranks lived there
-        # too
+        # checked after the servers, which may stop answering before Ray notices; a lost node takes
+        # trainer ranks with it
         if lost := self._placement.lost_nodes():
             raise WorkerDied(f"node {', '.join(lost)} is lost")
         for index, reason in engines:
@@ -245,7 +245,9 @@ class Fleet:
             ray.get(server.sleep.remote(self._placement.device.sleep_level))
         self._announce("replace_server", index, server)
         self.counts["engine_restarts"] += 1
-        log.info(f"engine {index} is replaced ({report['seconds']:.0f} s), HTTP at {report['url']}")
+        log.info(
+            f"engine {index} was replaced in {report['seconds']:.0f} s, HTTP at {report['url']}"
+        )
 
     def _replace_teacher(self, index: int) -> None:
         """A new teacher server in the place of a dead one."""
@@ -255,14 +257,14 @@ class Fleet:
         names = [settings.name for settings in self._teacher_settings]
         self._announce("replace_teacher", names[index], names[:index].count(names[index]), server)
         self.counts["teacher_restarts"] += 1
-        log.info(f"teacher {index} ({names[index]}) is replaced ({report['seconds']:.0f} s)")
+        log.info(f"teacher {index} ({names[index]}) was replaced in {report['seconds']:.0f} s")
 
     def _announce(self, method: str, *place: Any) -> None:
         """Give every agent loop the server that is new in `place`."""
         for agent in self._agents:
             try:
                 ray.get(getattr(agent, method).remote(*place))
-            # the next rollout finds it dead, and replaces it by one that has the current servers
+            # the next rollout replaces it by one that has the current servers
             except ray.exceptions.RayActorError:
                 continue
 
@@ -271,8 +273,8 @@ class Fleet:
         self._placement.actors.remove(actor)
 
     def set_drafting(self, enabled: bool) -> bool:
-        """Turn drafting on or off between rollouts; False when an engine cannot, which leaves
-        drafting on everywhere.
+        """Turn drafting on or off between rollouts. False when an engine does not support that;
+        drafting then stays on everywhere.
         """
         done = all(ray.get([server.set_drafting.remote(enabled) for server in self.servers]))
         if not done and not enabled:
@@ -289,8 +291,8 @@ class Fleet:
         )
 
     def sync(self, snapshot: DraftSnapshot) -> SyncReport:
-        """Wake weights, push and prove the draft, wake the KV cache, drop cached prefixes: the only
-        order that is allowed.
+        """Wake weights, push the draft and check what engines read back, wake the KV cache, drop
+        cached prefixes: the only allowed order.
         """
         self.replace_failed()  # an engine may have died asleep, during the update
         self._advance("wake_weights")
@@ -311,7 +313,7 @@ class Fleet:
 
     def recorder_metrics(self) -> dict[str, float]:
         """Counters of all recorders since the engines started, added up over replicas, and how
-        often a process was replaced. A broken trace is one that does not explain its response.
+        often a process was replaced. A trace that does not explain its response is broken.
         """
         names, counted = ("steps", "errors", "expired", "broken_traces"), dict[str, float]()
         try:
@@ -332,7 +334,9 @@ class Fleet:
         return float(sum(entry["seconds"] for entry in _recorder_stats(self.servers)))
 
     def set_recording(self, enabled: bool) -> None:
-        """Turn all recorders on or off between rollouts; without one, no trace is recorded."""
+        """Turn all recorders on or off between rollouts; while they are off, no trace is
+        recorded.
+        """
         ray.get([server.set_recording.remote(enabled) for server in self.servers])
 
     def throughput(self, prompts: Sequence[Prompt], sampling: dict[str, Any]) -> tuple[int, float]:
@@ -353,8 +357,8 @@ class Fleet:
     # -- the end -----------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """End engines and HTTP, then the servers themselves. The processes of a server that does
-        not answer are cleaned up after it.
+        """End engines and HTTP, then the servers themselves. A server that does not answer is
+        killed, and its processes are cleaned up.
         """
         servers = [*self.servers, *self._teachers]
         _, late = ray.wait(
@@ -372,7 +376,7 @@ class Fleet:
 
 
 def _failed(servers: Sequence[Any]) -> list[tuple[int, str]]:
-    """(index, reason) of every server that cannot go on."""
+    """(index, reason) of every server that cannot continue."""
     return [(i, reason) for i, server in enumerate(servers) if (reason := failure(server))]
 
 

@@ -1,6 +1,4 @@
-"""A run that has passed every check which needs no process: what it will train, on
-what, with what.
-"""
+"""A run whose inputs are loaded and checked, before any process starts: models, data, device."""
 
 from __future__ import annotations
 
@@ -32,13 +30,13 @@ from verl_opd.targets.hf import check_target_supported
 from verl_opd.targets.tokens import check_mask_token, check_same_vocabulary, stop_token_ids
 from verl_opd.training.updates import Reward
 
-# key of an exported config.json: what the draft was trained with that its weights do not show
+# key of an exported config.json: training settings that weights and other keys do not show
 _ORIGIN = "verl_opd"
 
 
 @dataclass(kw_only=True)
 class Job:
-    """A run that has passed every check which needs no process: models, data, device."""
+    """A run that has passed every check that needs no process."""
 
     cfg: Config
     device: Device
@@ -53,7 +51,7 @@ class Job:
     reward: Reward | None  # of opd.reward
     # servers to start, name -> model; empty = the trainer's own copy of the target scores
     teachers: dict[str, str]
-    notes: list[str]  # what stops nothing but should be known
+    notes: list[str]  # worth knowing, but not errors
 
     @property
     def token_map(self) -> str | None:
@@ -80,7 +78,7 @@ class Job:
 
     @property
     def diagnostics(self) -> dict[str, object]:
-        """How the draft sees its target, as configured: printed with every diagnosis."""
+        """The configured interface between draft and target, printed with every diagnosis."""
         family, config = get_family(self.cfg.draft.family), self.draft_config
         return {
             "family": family.name,
@@ -95,7 +93,7 @@ class Job:
 
 
 def prepare(cfg: Config) -> Job:
-    """Load tokenizer, data and configs; ConfigError for whatever cannot work. Starts nothing."""
+    """Load tokenizer, data and configs; ConfigError for what cannot work. Starts nothing."""
     device = resolve_device(cfg.trainer.device)
     target, tokenizer = _read_target(cfg)
     check_target_supported(target)
@@ -156,8 +154,8 @@ def _read_target(cfg: Config) -> tuple[PretrainedConfig, Any]:
 
 
 def _marked(draft_config: dict[str, Any], cfg: Config) -> tuple[dict[str, Any], list[str]]:
-    """`draft_config` with what this run trains it with, and a note when it was trained with
-    something else before.
+    """`draft_config` with the settings that this run trains it with, and a note when it was trained
+    with others before.
     """
     before = draft_config.get(_ORIGIN, {})
     now = {"apply_chat_template_kwargs": dict(cfg.data.apply_chat_template_kwargs)}
@@ -195,7 +193,7 @@ def _load_prompts(
 def _conversations(
     cfg: Config, tokenizer: Any, stop_ids: frozenset[int]
 ) -> Callable[[], tuple[list[RolloutSample], ConversationReport]] | None:
-    """Reads sft.files when it is called first; None without any."""
+    """A function that reads sft.files at its first call; None without such files."""
     if not cfg.sft.files:
         return None
     data = cfg.data

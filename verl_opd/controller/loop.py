@@ -44,7 +44,7 @@ class Loop:
     stopping: Callable[[], bool] = lambda: False  # whether to stop before the next step
 
     def run(self) -> None:
-        """Train to the end. Stopped, after a checkpoint, when `stopping` becomes true meanwhile."""
+        """Train to the end. Raises Stopped, after a checkpoint, when `stopping` becomes true."""
         self._stop_if_asked()
         with self.reporter.clock.part("update_weights"):
             self.rollouts.sleep()
@@ -109,8 +109,8 @@ class Loop:
     def _finish(
         self, stage: Stage, collected: Collected, parts: Sequence[StepMetrics], bar: StageBar
     ) -> None:
-        """Measure when due, report the step once, then save when due: a step that a checkpoint
-        holds has been logged.
+        """Measure when due, report the step once, then save when due, so that every step in a
+        checkpoint has been logged.
         """
         step, steps = self.progress.global_step, collected.steps
         measure = stage.on_policy and due(
@@ -135,7 +135,7 @@ class Loop:
             self.checkpoints.save(tau=mean_tau(results))
 
     def _measure(self, point: str) -> None:
-        """Measure at a named point of the run, once: a resumed run keeps the result it has."""
+        """Measure at a named point of the run, once: a resumed run keeps its earlier result."""
         if point in self.progress.results or not self.rollouts.benchmarks.prompts:
             return
         results = self.rollouts.measure()

@@ -194,7 +194,7 @@ def _reserve(bundle: dict[str, float], count: int, timeout: float) -> PlacementG
     remove_placement_group(group)
     _check_size(bundle, count, 0)  # Ray may have counted a node that was lost a moment before
     raise ConfigError(
-        f"Ray could not reserve {count} bundles of {bundle} in {timeout:.0f} s: other jobs hold "
+        f"Ray could not reserve {count} bundles of {bundle} in {timeout:.0f} s: other jobs use "
         "the cluster's resources"
     )
 

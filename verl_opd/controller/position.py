@@ -1,5 +1,5 @@
-"""Where a run stands in its data: what a checkpoint carries beside the weights, written and read in
-one place.
+"""Where a run is in its data: the part of a checkpoint beside the weights, written and read in one
+place.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from verl_opd.training.checkpoint import CheckpointStore, check_identity
 
 @dataclass
 class Position:
-    """Where a run stands in its data and counters."""
+    """Where a run is in its data, and its counters."""
 
     prompts: Loader[Prompt]  # next batches to roll out
     progress: Progress
@@ -29,7 +29,7 @@ class Position:
     given: str = ""  # what those conversations are, for the console
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds of it; `position_at` reads it."""
+        """The form in a checkpoint; `position_at` reads it."""
         given = None if self.conversations is None else self.conversations.state()
         return {
             "progress": self.progress.state(),
@@ -74,7 +74,7 @@ def _place_conversations(at: Position, job: Job, state: dict[str, Any] | None) -
     if at.progress.steps[SFT] and (state is None) != (job.conversations is None):
         raise ConfigError(
             f"the checkpoint was written {'without' if state is None else 'with'} sft.files, "
-            "between two supervised steps: restore the key to resume, or start a new run from the "
+            "between two supervised steps: restore that key to resume, or start a new run from the "
             "exported draft with draft.path"
         )
     if job.conversations is not None:

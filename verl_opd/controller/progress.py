@@ -1,6 +1,4 @@
-"""How far a run is: the counters and results that a checkpoint carries, and the file through which
-drafts are handed over.
-"""
+"""How far a run is: the counters and results of its checkpoints, and its last draft push."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ class Progress:
         return self.steps.total()
 
     def metrics(self) -> dict[str, float]:
-        """Counters and the last push, as they are logged with every step."""
+        """Counters and the last push, logged with every step."""
         return {
             "opd/weight_sync/version": self.sync.version,
             "opd/weight_sync/seconds": self.sync.seconds,

@@ -1,5 +1,5 @@
-"""The rollout side of a run as the loop sees it: the next prompts rolled out, benchmarks measured,
-and the current draft pushed to the engines.
+"""The rollout side of a run for the loop: roll out the next prompts, measure benchmarks, push the
+current draft to the engines.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from verl_opd.snapshot import DraftSnapshot, SnapshotWriter
 
 log = logging.getLogger(__name__)
 
-_UNUSABLE_SHARE = 0.05  # of a batch, and one sample more, may have log-probs that are not numbers
+_UNUSABLE_SHARE = 0.05  # of a batch, plus one sample, may have log-probs that are not numbers
 
 
 @dataclass(kw_only=True)
 class Rollouts:
-    """Prompts, engines and benchmarks of a run, and the way of the draft to the engines."""
+    """Prompts, engines and benchmarks of a run, and the push of the draft to the engines."""
 
     cfg: Config
     fleet: Fleet
@@ -35,15 +35,16 @@ class Rollouts:
     benchmarks: Benchmarks
     clock: Stopwatch
     dropped: int = 0  # samples with log-probs that are not numbers
-    drafting: bool = True  # whether engines were told to draft
+    drafting: bool = True  # whether drafting is switched on
 
     def __post_init__(self) -> None:
-        self.fleet.snapshot = self._snapshot  # for an engine that is started again
+        self.fleet.snapshot = self._snapshot  # for an engine that replaces a lost one
 
     def next_batch(self, *, drafting: bool = True, score: bool = False) -> list[RolloutSample]:
-        """The next batch of prompts, rolled out, without samples that cannot be trained on; with
-        `drafting` off as plain decoding, where engines can; with `score`, and if there are teacher
-        servers, with their scores.
+        """Roll out the next batch of prompts; samples that cannot be trained on are dropped.
+
+        drafting: False decodes with the target alone, where engines support that. score: add the
+        scores of teacher servers, in runs that have any.
         """
         rollout, data = self.cfg.rollout, self.cfg.data
         self._draft(drafting)
@@ -69,7 +70,7 @@ class Rollouts:
         self.fleet.prove_target()
 
     def sleep(self) -> None:
-        """Release what the engines hold, for an update."""
+        """Release the engines' memory for an update."""
         self.fleet.sleep()
 
     def sync(self) -> None:
@@ -78,7 +79,7 @@ class Rollouts:
         self.snapshots.clear()
 
     def metrics(self) -> dict[str, float]:
-        """Counters, as they are logged with every step."""
+        """Counters, logged with every step."""
         return {
             "training/epoch": self.position.prompts.epoch,
             "data/dropped_samples": self.dropped,
@@ -94,15 +95,15 @@ class Rollouts:
             self.drafting = on
 
     def _keep_finite(self, samples: list[RolloutSample]) -> list[RolloutSample]:
-        """`samples` without those with a log-prob that is not a number; RolloutError when there are
-        more of them than one and a twentieth.
+        """`samples` without those with a log-prob that is not a number. RolloutError when more than
+        one sample plus _UNUSABLE_SHARE of the batch are dropped, or all of it.
         """
         bad = {sample.sample_id for sample in samples if not is_finite(sample)}
         kept, dropped = [sample for sample in samples if sample.sample_id not in bad], len(bad)
         self.dropped += dropped
         if dropped > 1 + _UNUSABLE_SHARE * len(samples) or not kept:
             raise RolloutError(
-                f"{dropped} of {len(samples)} samples carry log-probs that are not numbers: "
+                f"{dropped} of {len(samples)} samples have log-probs that are not numbers: "
                 f"{', '.join(sorted(bad)[:8])}"
             )
         if dropped:

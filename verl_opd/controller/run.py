@@ -53,8 +53,8 @@ def running(
     restarts: Restarts | None = None,
     stop: StopSignal | None = None,
 ) -> Iterator[tuple[Placement, Trainers, Fleet]]:
-    """Trainers, at `checkpoint`, and engines of a run, started; stopped on the way out whatever
-    happens. WorkerDied instead of another error when one of them is gone.
+    """Trainers, at `checkpoint`, and engines of a run. They are started on entry and always stopped
+    on exit. Raises WorkerDied instead of another error when one of them is gone.
     """
     placement = place(job.cfg, job.device, len(job.teachers) * job.cfg.teacher.replicas)
     if stop is not None:
@@ -98,8 +98,8 @@ def running(
 
 @contextmanager
 def opened(cfg: Config, resume: bool = True) -> Iterator[tuple[Job, RunDir, Console]]:
-    """What `cfg` describes, checked, and its run directory, in which logs/run.log is written while
-    this is entered. ConfigError for whatever cannot work; nothing is started.
+    """The checked inputs of `cfg` and its run directory, where logs/run.log is written until exit.
+    ConfigError for what cannot work; nothing is started.
     """
     console, job = Console(), prepare(cfg)
     run = RunDir(cfg.trainer.run_dir)
@@ -150,8 +150,8 @@ def train(cfg: Config, argv: list[str]) -> None:
 
 
 def _with_restarts(training: Training, first: Path | None, argv: Sequence[str]) -> None:
-    """Train from `first` on; after the death of a process again, from the newest checkpoint, as
-    long as there are restarts left.
+    """Train from `first` on. After the death of a process, train again from the newest checkpoint
+    while restarts are left.
     """
     checkpoint, store, again = first, training.store, False
     while True:
@@ -171,7 +171,7 @@ def _with_restarts(training: Training, first: Path | None, argv: Sequence[str]) 
                 raise
             # something that the first start had is gone, such as a node
             how = _continue(store, training.job.cfg, argv)
-            raise WorkerDied(f"cannot start again: {error}\n{how}") from error
+            raise WorkerDied(f"the run cannot restart: {error}\n{how}") from error
 
 
 def _continue(store: CheckpointStore, cfg: Config, argv: Sequence[str]) -> str:
@@ -182,8 +182,8 @@ def _continue(store: CheckpointStore, cfg: Config, argv: Sequence[str]) -> str:
 
 
 def continuing(argv: Sequence[str], resume_mode: str) -> list[str]:
-    """The command that goes on where this one stopped: from this run's newest checkpoint, wherever
-    this one, with its `resume_mode`, started from.
+    """The command that continues from this run's newest checkpoint, whatever checkpoint this
+    command, with its `resume_mode`, started from.
     """
     started = ("trainer.resume_mode=", "trainer.resume_from_path=")
     kept = [argument for argument in argv if not argument.lstrip("+").startswith(started)]

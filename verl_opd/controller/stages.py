@@ -58,8 +58,8 @@ class Update:
     items: Sequence[TrainItem]  # one a sample, same order
     loss: LossSettings
     lr: float  # learning rate
-    # given the measurements of the update, which then replays what the engine drafted; raises when
-    # they do not agree
+    # the replay check: the update also compares replayed slots with the engine's proposals, and
+    # this function raises when its measurements do not agree
     check: Callable[[Sequence[StepMetrics]], None] | None = None
 
 
@@ -103,7 +103,7 @@ class Blocks:
 @dataclass(kw_only=True)
 class Supervised:
     """Whole blocks at sampled anchors: of given conversations, or of text that the target writes
-    meanwhile, without drafting where engines can.
+    during the run, without drafting where engines support that.
     """
 
     cfg: Config

@@ -63,7 +63,7 @@ class Trainers:
             port = ray.get(self._ranks[0].open_store.remote(self._address))
             reports: list[dict[str, Any]] = self._all("init", self._address, port)
         except ray.exceptions.RayTaskError as error:
-            # a draft or target that does not load: for the user to fix, without a remote traceback
+            # a draft or target does not load: an error of the user, without a remote traceback
             if isinstance(error.cause, ConfigError):
                 raise error.cause from None
             raise

@@ -41,9 +41,9 @@ class ConversationReport:
 
     def __str__(self) -> str:
         text = (
-            f"{self.rows} rows read, {self.dropped_overlong} dropped for more than "
-            f"{self.max_length} tokens, {self.dropped_unsupervised} for "
-            f"nothing to learn; {self.supervised} of {self.tokens} tokens supervised"
+            f"{self.rows} rows read, {self.dropped_overlong} dropped with more than "
+            f"{self.max_length} tokens, {self.dropped_unsupervised} dropped with nothing to learn; "
+            f"{self.supervised} of {self.tokens} tokens supervised"
         )
         if self.context_turns:
             text += (
@@ -52,8 +52,8 @@ class ConversationReport:
             )
         if self.open_turns:
             text += (
-                f"; {self.open_turns} supervised turns end without a stop token: where to stop is "
-                "not learned from them"
+                f"; {self.open_turns} supervised turns end without a stop token: the draft does "
+                "not learn from them where to stop"
             )
         return text + (
             f"; {len(self.invalid)} skipped: not valid for the chat template (first "
@@ -122,7 +122,7 @@ def load_conversations(
     check_invalid(invalid, len(rows), "conversations")
     if not samples:
         raise ConfigError(
-            f"no conversation is left of {', '.join(map(str, files))}: {report}; check "
+            f"no conversation of {', '.join(map(str, files))} is left: {report}; check "
             "sft.files and data.max_*_length"
         )
     return samples, report
@@ -132,8 +132,8 @@ def _check_tokenizer(tokenizer: Any) -> None:
     has_template = getattr(tokenizer, "chat_template", None) is not None
     if not (getattr(tokenizer, "is_fast", False) and has_template):
         raise ConfigError(
-            "sft.files needs a target with a fast tokenizer and a chat template: its masks come "
-            "from both"
+            "sft.files needs a target with a fast tokenizer and a chat template: loss masks are "
+            "computed from both"
         )
 
 
@@ -183,10 +183,10 @@ def mask_conversation(
 def _canonical(
     message: dict[str, Any], tokenizer: Any, template_kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """An assistant message with its thinking where this template reads it, or without thinking when
-    that is switched off.
+    """An assistant message with its thinking in the field that this template reads, or without
+    thinking when that is switched off.
 
-    Tags in the content mean thinking only for templates that know them; for others they are text.
+    Tags in the content are thinking only for templates that use them; for others they are text.
     """
     content, template = message["content"], str(tokenizer.chat_template)
     if message["role"] != "assistant" or not isinstance(content, str):

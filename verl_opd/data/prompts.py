@@ -41,7 +41,7 @@ class DataReport:
 
     def __str__(self) -> str:
         text = (
-            f"{self.rows} rows read, {self.dropped_overlong} dropped for more than "
+            f"{self.rows} rows read, {self.dropped_overlong} dropped with more than "
             f"{self.max_prompt_length} prompt tokens"
         )
         return text + (
@@ -63,7 +63,7 @@ def load_prompts(
     teacher_key: str = "data_source",
     teachers: Collection[str] = (),
 ) -> tuple[list[Prompt], DataReport]:
-    """Read the first `max_samples` rows over all files and tokenise them; longer prompts than
+    """Read the first `max_samples` rows over all files and tokenise them; prompts longer than
     `max_prompt_length` are dropped and counted.
 
     `tokenizer`: a transformers tokenizer; `template_kwargs` go to its chat template. `teacher_key`:
@@ -100,7 +100,7 @@ def load_prompts(
     check_invalid(invalid, len(rows), "prompts")
     if not prompts:
         raise ConfigError(
-            f"no prompt is left of {', '.join(map(str, files))}: {report}; raise "
+            f"no prompt of {', '.join(map(str, files))} is left: {report}; raise "
             "data.max_prompt_length or use other files"
         )
     return prompts, report
@@ -110,7 +110,7 @@ def _teacher_of(row: DataRow, key: str, teachers: Collection[str]) -> str:
     name = row.data_source if key == "data_source" else str(row.fields.get(key, ""))
     if len(teachers) > 1 and name not in teachers:
         raise ConfigError(
-            f"{row.place}: {key}={name!r} names none of the teachers {', '.join(teachers)} "
+            f"{row.place}: {key}={name!r} is not one of the teachers {', '.join(teachers)} "
             "(teacher.models, teacher.key)"
         )
     return name

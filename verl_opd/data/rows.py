@@ -23,7 +23,7 @@ class DataRow:
 
     place: str  # file:line
     data_source: str  # the row's, or else the name of its file
-    messages: tuple[dict[str, Any], ...]  # role, content and whatever else a template reads
+    messages: tuple[dict[str, Any], ...]  # role, content and other fields that a template reads
     fields: dict[str, Any]  # all of the row except its messages
     tools: tuple[Any, ...] | None = None  # descriptions for the template; None = no tools
 
@@ -72,8 +72,8 @@ def _parse(line: str, place: str, default_source: str, key: str, option: str) ->
         raise ConfigError(f"{place}: a row must be a JSON object, not {type(row).__name__}")
     if key not in row:
         raise ConfigError(
-            f"{place}: row has no {key!r} (it has {', '.join(row) or 'nothing'}); {option} names "
-            "the field to use"
+            f"{place}: the row has no field {key!r} (it has {', '.join(row) or 'none'}); set "
+            f"{option} to the field to use"
         )
     messages = row[key]
     if isinstance(messages, str):

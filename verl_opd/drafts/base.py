@@ -44,8 +44,8 @@ class OwnHead:
 
 
 class DraftFamily(ABC):
-    """A kind of draft. The defaults are those of a family that borrows the target's embedding and
-    LM head and drafts the K proposals of a block in one forward.
+    """A kind of draft. The defaults are those of a family that uses the target's embedding and LM
+    head and drafts the K proposals of a block in one forward.
     """
 
     # value of draft.family, and the name of the family's folder
@@ -59,7 +59,7 @@ class DraftFamily(ABC):
     engine_names: tuple[tuple[str, str], ...] = ()
     # tensors of the target ("embed_tokens.weight", "lm_head.weight") that public files may repeat
     copies: tuple[str, ...] = ()
-    # drafts bring an LM head instead of borrowing the target's
+    # drafts have their own LM head instead of using the target's
     has_own_head: bool = False
     # a proposal is drafted from the one before it: a slot after a rejected one saw that token
     autoregressive: bool = False
@@ -90,8 +90,8 @@ class DraftFamily(ABC):
         num_speculative_tokens: int,
         allow_block_size_mismatch: bool,
     ) -> None:
-        """ConfigError, with both numbers, when draft, target and K do not fit or the draft needs
-        what replay does not support.
+        """ConfigError, with both numbers, when draft, target and K do not fit, or when replay does
+        not support the draft.
         """
 
     @abstractmethod
@@ -99,8 +99,8 @@ class DraftFamily(ABC):
         """Target layers that the draft reads (targets/layers.py), in the order of its input."""
 
     def mask_token_id(self, config: Mapping[str, Any]) -> int | None:
-        """The token that fills slots still to be predicted; None for a family that drafts one token
-        after the other.
+        """The token that fills slots still to be predicted; None for a family that drafts token by
+        token.
         """
         return None
 
@@ -164,14 +164,14 @@ class DraftFamily(ABC):
         """
 
     def own_head(self, draft: nn.Module, target_head: Tensor) -> OwnHead | None:
-        """The head for what `replay` returns, when it is not just the target's [V, h]; None when it
-        is. Under FSDP only after `replay`, while the root's weights are whole.
+        """The head for what `replay` returns; None when that is the target's [V, h]. Under FSDP
+        call it only after `replay`, while the root's weights are whole.
         """
         return None
 
     def confidence(self, draft: nn.Module) -> Callable[[Tensor], Tensor] | None:
-        """Acceptance logits [M] float32 from what `replay` returned at M slots, whose gradient ends
-        there; None for a draft without such a head. Under FSDP as `own_head`.
+        """A function from what `replay` returned at M slots to acceptance logits [M] float32, with
+        no gradient into its input; None for a draft without such a head. Under FSDP as `own_head`.
         """
         return None
 
@@ -186,9 +186,9 @@ class DraftFamily(ABC):
     def to_format(
         self, config: Mapping[str, Any], format: str, use: Use
     ) -> tuple[dict[str, Any], Callable[[str], str]]:
-        """config.json in `format`, and what to call each parameter there; ConfigError when the
-        format has no place for this draft. `load_config` and `load_weights` read the same draft
-        back, except from sglang.
+        """config.json in `format`, and a function from our parameter names to those of the format;
+        ConfigError when the format does not support this draft. `load_config` and `load_weights`
+        read the same draft back, except from sglang.
         """
         if format == "speculators":
             return self.to_speculators(config, use), str

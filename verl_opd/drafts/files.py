@@ -1,4 +1,4 @@
-"""HF-format draft directories: read and write them whole or not at all."""
+"""HF-format draft directories: reading, checking and writing them."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def local_directory(path: str, weights: bool = True) -> str:
         )
     except (HFValidationError, OSError) as error:
         raise HubUnreachable(
-            f"draft.path={path}: neither a directory nor a hub repository within reach "
-            f"({type(error).__name__})"
+            f"draft.path={path} is neither a directory nor a hub repository that can be read from "
+            f"here ({type(error).__name__})"
         ) from error
 
 
@@ -45,25 +45,25 @@ def read_config(path: str) -> dict[str, Any]:
     file = Path(path) / CONFIG
     if not file.is_file():
         raise ConfigError(
-            f"draft.path={path}: no {CONFIG} there (a local HF-format draft directory is expected)"
+            f"draft.path={path} has no {CONFIG}: name a local draft directory in HF format"
         )
     config: dict[str, Any] = json.loads(file.read_text())
     return config
 
 
 def rope_settings(config: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """rope_type, rope_theta and whatever else is set, from either spelling; ConfigError when theta
-    is missing.
+    """rope_type, rope_theta and all other settings, from either spelling; ConfigError when theta is
+    missing.
 
-    Engines read the file through transformers, which silently fills in 10000: a draft trained
-    with another base then accepts little.
+    Engines read the file through transformers, which silently fills in 10000: most proposals of a
+    draft that was trained with another base are then rejected.
     """
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = rope.pop("rope_theta", config.get("rope_theta"))
     if theta is None:
         raise ConfigError(
-            f"the {what}'s config.json has no rope_theta: add the value it was trained with, a "
-            "guess silently lowers acceptance"
+            f"the {what}'s config.json has no rope_theta: add the value it was trained with (a "
+            "guessed one lowers acceptance without any error)"
         )
     legacy = rope.pop("type", "default")
     return {"rope_theta": float(theta), "rope_type": rope.pop("rope_type", legacy), "extra": rope}
@@ -73,7 +73,7 @@ def read_weights(path: str) -> dict[str, Tensor]:
     """All tensors of a draft directory, on the CPU."""
     files = sorted(Path(path).glob("*.safetensors"))
     if not files:
-        raise ConfigError(f"draft.path={path}: no *.safetensors there")
+        raise ConfigError(f"draft.path={path} has no *.safetensors file")
     tensors: dict[str, Tensor] = {}
     for file in files:
         tensors.update(load_file(file))
@@ -89,8 +89,8 @@ def load_into(
 ) -> None:
     """Load the draft directory `path` into `draft`, as DraftFamily.load_weights describes.
 
-    copies: names of `frozen` that files of this family may carry; they are compared, in bf16, and
-    left out. rename: a file's name -> ours.
+    copies: names of `frozen` that files of this family may contain; they are compared in bf16 and
+    left out. rename: a name in the file -> our name.
     """
     tensors = {rename(name): tensor for name, tensor in read_weights(path).items()}
     for name in copies:
@@ -135,13 +135,13 @@ def compare(found: Mapping[str, Any], expected: Mapping[str, Any], where: str) -
 
 
 def narrow(tensor: Tensor) -> Tensor:
-    """Weights in bf16; token maps and masks as they are."""
+    """Weights in bf16; token maps and masks unchanged."""
     return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
 
 
 def write_draft(state: Mapping[str, Tensor], config: Mapping[str, Any], path: Path) -> None:
-    """Write config.json and bf16 weights to the directory `path`, through a temporary neighbour and
-    a rename.
+    """Write config.json and bf16 weights to the directory `path`, through a temporary directory
+    beside it and a rename.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))

@@ -19,7 +19,7 @@ _TYPE = "speculators_model_type"
 
 @dataclass(frozen=True)
 class Use:
-    """How a draft is used, for formats that write it down (speculators)."""
+    """How a draft is used, for formats that record it (speculators)."""
 
     target: str  # HF path or hub id
     num_speculative_tokens: int  # K, proposals of one block

@@ -80,9 +80,9 @@ def _listen(port: int) -> socket.socket:
 
 
 class KeyRequired:
-    """ASGI wrapper: every path but /health and /metrics needs `Authorization: Bearer <key>`, no
-    body may be longer than `max_body` bytes, and no more than `max_rate` requests a second reach
-    the app, after a pause as many at once. vLLM's own check leaves /invocations open.
+    """ASGI wrapper with a key and limits. Every path but /health and /metrics needs `Authorization:
+    Bearer <key>`; vLLM's own check leaves /invocations open. A body has at most `max_body` bytes.
+    At most `max_rate` requests a second reach the app, and as many at once after a pause.
     """
 
     _OPEN = ("/health", "/metrics")
@@ -108,7 +108,7 @@ class KeyRequired:
             await _reject(
                 send,
                 413,
-                f"a request body may have {self._max_body} bytes",
+                f"a request body may have at most {self._max_body} bytes",
                 "RequestEntityTooLarge",
             )
         elif scope["type"] == "http" and scope["path"] not in self._OPEN and not self._admitted():

@@ -31,7 +31,7 @@ class Speculation:
     method: str  # vLLM's name of the speculative method
     num_speculative_tokens: int  # K, tokens proposed per verify step
     target_layer_ids: tuple[int, ...]  # target layers whose outputs the draft reads
-    mask_token_id: int | None  # token in the places to be drafted; None for an autoregressive draft
+    mask_token_id: int | None  # token in slots to be drafted; None for an autoregressive draft
     # renamed prefixes of the engine's parameter names, see DraftFamily.engine_names
     engine_names: tuple[tuple[str, str], ...] = ()
     # checksum of {"d2t": offsets}, for a draft with a vocabulary of its own
@@ -47,7 +47,7 @@ class EngineSettings:
     dtype: str  # of weights and activations, as vLLM names it
     max_model_len: int  # tokens of prompt and response
     max_num_seqs: int  # requests computed at once
-    trust_remote_code: bool = False  # run Python code that the model directory brings
+    trust_remote_code: bool = False  # run Python code from the model directory
     gpu_memory_utilization: float = 0.4  # share of an accelerator's memory
     enforce_eager: bool = True  # False = captured graphs
     seed: int = 0  # of sampling
@@ -58,8 +58,8 @@ class EngineSettings:
 
 
 def engine_environment(settings: EngineSettings) -> dict[str, str | None]:
-    """Variables to set (None = remove) before vLLM is imported. V1 is chosen where both runners
-    draft with the family: its seam is the one that has been run.
+    """Variables to set (None = remove) before vLLM is imported. Where both model runners support
+    the family, V1 is chosen: only its hooks have been run with a real engine.
     """
     host, speculation = settings.host, settings.speculation
     env: dict[str, str | None] = {
@@ -68,7 +68,7 @@ def engine_environment(settings: EngineSettings) -> dict[str, str | None]:
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
     }
     if DEVICES[host.device].on_host:
-        env["OMP_NUM_THREADS"] = None  # Ray sets it to 1, which the engine would obey
+        env["OMP_NUM_THREADS"] = None  # Ray sets it to 1, which would leave the engine one thread
         env["VLLM_CPU_KVCACHE_SPACE"] = str(host.kv_cache_gb or 1)
         if host.cpu_cores:
             env["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, host.cpu_cores))
@@ -83,7 +83,7 @@ def engine_arguments(settings: EngineSettings, **own: Any) -> dict[str, Any]:
         "model": settings.model_path,
         "dtype": settings.dtype,
         "trust_remote_code": settings.trust_remote_code,
-        # a draft push never brings the target, so its weights must really be loaded
+        # draft pushes do not contain the target, so its weights must be loaded from files
         "load_format": "auto",
         "max_model_len": settings.max_model_len,
         "max_num_seqs": settings.max_num_seqs,

@@ -1,4 +1,4 @@
-"""One vLLM engine: started, called, watched and stopped here and nowhere else."""
+"""One vLLM engine. Only this module starts, calls, watches and stops engines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from verl_opd.process import clean_up_after, redirect_output
 log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 1.0  # how often the watchdog looks at a call that has not returned
-# an engine takes about 10 to end by itself; killed earlier, it leaves shared memory behind
+# an engine needs about 10 to stop; killed earlier, it leaves shared memory behind
 _STOP_SECONDS = 30.0
 
 
@@ -38,7 +38,7 @@ class VllmEngine:
         self.in_flight = 0  # requests of `generate` that have not returned
         self._own = own
         self._progress = TokenProgress()
-        self._stall = ""  # how the watchdog found the engine hanging; empty = it did not
+        self._stall = ""  # what the watchdog saw of a hanging engine; empty = it does not hang
 
     # -- start and stop ----------------------------------------------------------------------------
 
@@ -123,7 +123,7 @@ class VllmEngine:
     # -- watchdog ----------------------------------------------------------------------------------
 
     def failure(self) -> str:
-        """Why this engine cannot go on: it died or hangs; empty while it can."""
+        """Why this engine cannot continue (it died or hangs); empty while it can."""
         if self.llm is None:
             return "it did not start"
         if self._stall:
@@ -137,9 +137,9 @@ class VllmEngine:
     async def _answer(
         self, work: Any, title: str, silence: str, idle: Callable[[], float] | None
     ) -> Any:
-        """The result of a call into the engine core, which never comes once the core is dead:
-        RolloutError then, and when `idle()` reaches stall_timeout seconds (None: no limit), which
-        `silence` describes.
+        """The result of a call into the engine core. RolloutError when the core is dead, because no
+        result would ever come, and when `idle()` reaches stall_timeout seconds (None: no limit);
+        `silence` describes the latter.
         """
         task, limit = asyncio.ensure_future(work), self.settings.stall_timeout
         while True:

@@ -2,9 +2,9 @@
 total variation).
 
 A position's target distribution is conditioned on the draft's own tokens. Up to the first rejected
-proposal these are the response's, so the target's rows over the recorded sequence serve; behind it
-the target has to read the rejected tokens: a branch, the prefix up to the first rejected proposal
-followed by the rejected ones.
+proposal these are the tokens of the response, so the target's rows over the recorded sequence score
+them. After it the target has to read the rejected tokens in a branch: the prefix up to the first
+rejected proposal, followed by the rejected ones.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Chains:
 
 
 def chain_offsets(plan: BlockPlan) -> list[tuple[list[int], list[int]]]:
-    """Per block: (its offsets in order, the rejected ones among them). A block with rejections is
-    its accepted prefix and what was rejected, without the correction; any other is its labelled
-    segment. ValueError when rejected offsets do not follow each other.
+    """Per block: (its offsets in order, the rejected ones among them). A block with rejections has
+    its accepted prefix and its rejected proposals, without the correction; any other block has its
+    labelled segment. ValueError when rejected offsets have a gap.
     """
     labelled: list[list[int]] = [[] for _ in plan.anchors]
     rejected: list[list[int]] = [[] for _ in plan.anchors]
@@ -74,14 +74,14 @@ def build_chains(
     """Chains of a micro-batch whose padded sequences have `seq_len` positions."""
     entries: list[list[int]] = []
     branches: list[tuple[int, ...]] = []
-    behind: list[tuple[int, int, int]] = []  # (entry, branch, row in branch)
+    in_branch: list[tuple[int, int, int]] = []  # (entry, branch, row in branch)
     count = 0
     for index, item in enumerate(items):
         for block, (offsets, suffix) in enumerate(chain_offsets(item.plan)):
             full = _start(item, block, suffix[0] if suffix else max(offsets, default=0))
             for place, offset in enumerate(offsets):
                 if suffix and offset > suffix[0]:
-                    behind.append((len(entries), len(branches), full + offset - 1))
+                    in_branch.append((len(entries), len(branches), full + offset - 1))
                 own_slot = block * item.plan.block_size + offset
                 own_row = index * seq_len + full + offset - 1
                 entries.append([index, own_slot, count, place, own_row])
@@ -89,7 +89,7 @@ def build_chains(
                 branches.append(_branch(item, block, full + suffix[0]))
             count += bool(offsets)
     longest = max((len(branch) for branch in branches), default=0)
-    for entry, branch, row in behind:
+    for entry, branch, row in in_branch:
         entries[entry][4] = len(items) * seq_len + branch * longest + row
     branch_ids = torch.zeros(len(branches), longest, dtype=torch.long)
     for number, branch_tokens in enumerate(branches):
@@ -118,8 +118,8 @@ def _start(item: TrainItem, block: int, last: int) -> int:
     full = full_anchor(len(item.prompt_ids), anchor)
     if full + last > len(item.prompt_ids) + len(item.response_ids):
         raise ValueError(
-            f"sample {item.sample_id}: offset {last} of the block at anchor {anchor} lies past the "
-            "response"
+            f"sample {item.sample_id}: offset {last} of the block at anchor {anchor} is past the "
+            "end of the response"
         )
     return full
 
@@ -141,7 +141,7 @@ def end_to_end(tv: Tensor, chains: Chains) -> tuple[Tensor, Tensor]:
     chain.
     """
     width = int(chains.place.max()) + 1 if len(tv) else 0
-    # [count, width], 0 behind a chain's end
+    # [count, width], 0 past a chain's end
     overlap = tv.new_zeros(chains.count, width).index_put((chains.block, chains.place), 1 - tv)
     expected = overlap.cumprod(1).sum(1)  # [count]
     length = tv.new_zeros(chains.count).index_add(0, chains.block, torch.ones_like(tv))

@@ -48,8 +48,8 @@ class Stream:
     offset: Tensor
     # response stream [M]: which of the sample's S target rows scores the same token; else empty
     target_row: Tensor = field(default_factory=_no_ids)
-    # float32 [M]. response stream: by a teacher server, else empty. rejected stream: as the engine
-    # recorded it on the draft's own prefix, which no row of the response has seen. Else empty
+    # float32 [M]. response stream: from a teacher server, else empty. rejected stream: as the
+    # engine recorded it, conditioned on the draft's own prefix. Other streams: empty
     teacher_logprob: Tensor = field(default_factory=_no_floats)
 
 
@@ -67,7 +67,7 @@ class TeacherTop:
 class PolicyTerms:
     """Terms of the policy-gradient form, parallel to the response stream."""
 
-    # [M] float32, as TrainItem.old_logprobs; empty when the items carry none
+    # [M] float32, as TrainItem.old_logprobs; empty when the items have none
     old_logprob: Tensor = field(default_factory=_no_floats)
     # [M] float32, as TrainItem.reward
     reward: Tensor = field(default_factory=_no_floats)
@@ -85,8 +85,8 @@ class Layout:
     anchors: Tensor
     # [b, N] bool, False where padded
     block_keep: Tensor
-    # [b, N, B] int64, the anchor token and the tokens that followed it while drafting: the engine's
-    # proposals, in a block that no engine drafted the response's own tokens (0 beyond its end)
+    # [b, N, B] int64, the anchor token, then the engine's proposals; in a block that no engine
+    # drafted, then the response's own tokens (0 past its end)
     block_tokens: Tensor
     # B
     block_size: int
@@ -94,7 +94,7 @@ class Layout:
     response: Stream
     # rejected proposals, supervised by the engine's record of the target
     rejected: Stream
-    # every proposal of the engine, accepted or not: nothing is supervised with it
+    # every proposal of the engine, accepted or not; only the replay check uses it
     drafted: Stream
     # proposals that the target verified: supervise a confidence head
     verified: Stream
@@ -103,7 +103,7 @@ class Layout:
 
     @property
     def context_len(self) -> int:
-        """Leading positions that some block can see: features from here on are never used."""
+        """Number of leading positions that some block can see; later features are not used."""
         return int(self.anchors.max())
 
 
@@ -116,8 +116,8 @@ def build_layout(
     """Pad `items` (same block size, at least one) into tensors on `device`. ValueError for a plan
     that does not fit its sample.
 
-    drafted False leaves the drafted stream empty: only the replay check looks at it, and it is the
-    longest. verified False likewise: only a confidence head does.
+    drafted=False leaves the drafted stream empty: it is the longest one, and only the replay check
+    uses it. verified=False leaves the verified stream empty: only a confidence head uses it.
     """
     sizes = {item.plan.block_size for item in items}
     if len(sizes) != 1:

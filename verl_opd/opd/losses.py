@@ -58,8 +58,8 @@ def bernoulli_forward_kl(
 
 
 def k1(student: Tensor, teacher: Tensor, min_clamp: float | None = None) -> Tensor:
-    """s - t [M]. Its gradient does not know the target, so it is for the
-    policy-gradient form only.
+    """s - t [M]. Its gradient does not depend on the target, so it is for the policy-gradient form
+    only.
     """
     s, t = _bounded(student, teacher, min_clamp)
     return s - t
@@ -156,8 +156,8 @@ def lk_alpha(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
 
 
 def lk_lambda(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
-    """w KL(p || q) + (1 - w)(1 - alpha) [M] with w = exp(-3 alpha), held constant: divergence while
-    proposals fail, acceptance once they hold.
+    """w KL(p || q) + (1 - w)(1 - alpha) [M] with w = exp(-3 alpha), held constant: mostly the
+    divergence while proposals are rejected, mostly acceptance once they are accepted.
 
     w follows each token's own alpha. The paper takes the mean alpha of a batch, which would make
     the result depend on how a batch is split.
@@ -188,7 +188,7 @@ class StreamTotals:
     response: float
     # weighted number of rejected tokens
     rejected: float
-    # number of verified proposals, what the confidence stream is normalised by
+    # number of verified proposals, which normalises the confidence stream
     verified: float = 0.0
 
     def denominator(self, options: LossOptions) -> float:
@@ -205,7 +205,7 @@ def stream_totals(
 
     exact: supervised slots, each with its position weight. draft_opd: every response token,
     supervised or not, unless the response stream has a position decay. A loss of whole blocks
-    counts blocks, under either.
+    counts blocks under both conventions.
     """
     decided = (
         float(sum(len(verified_proposals(plan)) for plan in plans))
@@ -231,7 +231,7 @@ def stream_totals(
 
 
 def clamp_values(values: Tensor, limit: float | None) -> Tensor:
-    """Clamp per-token losses to [-limit, limit]; clamped tokens carry no gradient."""
+    """Clamp per-token losses to [-limit, limit]; clamped tokens have no gradient."""
     return values if limit is None else values.clamp(-limit, limit)
 
 
@@ -250,9 +250,8 @@ def combine(
     0 gives 0, still attached to the graph.
     """
     denominator = totals.denominator(options)
-    limit = (
-        None if options.policy_gradient else options.loss_max_clamp
-    )  # there it bounds the advantages already
+    # the policy-gradient form clamps its advantages instead
+    limit = None if options.policy_gradient else options.loss_max_clamp
     response = (
         clamp_values(response_values, limit)
         * position_weights(response_offsets, options.response_position_decay)

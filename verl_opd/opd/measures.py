@@ -68,8 +68,9 @@ def mass_metrics(student_mass: Tensor, top_logprobs: Tensor) -> StepMetrics:
 
 
 def block_metrics(expected: Tensor, tv: Tensor, branch_rows: int) -> StepMetrics:
-    """Of the loss of whole blocks: expected accepted proposals [count] of every block, total
-    variations [M] of their positions, and how many of these the target read in a branch.
+    """Measurements of the loss of whole blocks. expected: accepted proposals [count] expected in
+    every block; tv: total variations [M] of their positions; branch_rows: how many of these
+    positions the target read in a branch.
     """
     metrics = StepMetrics()
     accepted = float(expected.detach().sum())

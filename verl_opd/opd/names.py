@@ -16,7 +16,7 @@ RESPONSE_LOSSES = (
 SCORED_LOSSES = (
     "forward_kl",
     *ESTIMATORS,
-)  # need no more of a teacher than its log-prob of the committed token
+)  # need nothing from a teacher but its log-prob of the committed token
 TEACHER_SOURCES = ("auto", "composed", "server")
 REJECTED_LOSSES = ("forward_kl", *ESTIMATORS)
 CONVENTIONS = ("exact", "draft_opd")

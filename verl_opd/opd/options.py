@@ -106,7 +106,7 @@ def check_options(options: Any) -> None:
 class ConventionOptions:
     """What anchors and normalisers both depend on."""
 
-    # exact: blocks and counts as the engine drafted; draft_opd: as upstream has them
+    # exact: blocks and counts as the engine drafted; draft_opd: as in Draft-OPD
     convention: str = option("exact", choices=CONVENTIONS)
 
 
@@ -120,9 +120,9 @@ class AnchorOptions(ConventionOptions):
     response_anchor_stride: int = option(1, at_least=1)
     # per sample, evenly spread, the last kept; 0 = unlimited
     max_response_anchors: int = option(0, at_least=0)
-    # ablation: response segments at random places of the response, rejections where they were
+    # ablation: response segments at random places of the response; rejections stay in place
     random_anchors: bool = False
-    # of a block's rejected proposals only the first; switches the position decay off
+    # use only the first rejected proposal of a block; switches the position decay off
     rejected_first_only: bool = False
     max_rejected_tokens: int = option(0, at_least=0)  # rejected proposals per sample; 0 = all
 
@@ -154,7 +154,7 @@ class LossOptions(ConventionOptions):
     rejected_position_decay: float = option(0.8, above=0, at_most=1)
     # the same for committed tokens
     response_position_decay: float = option(1.0, above=0, at_most=1)
-    # bounds every per-token value, after log_prob_min_clamp; clamped tokens carry no gradient
+    # bounds every per-token value, after log_prob_min_clamp; clamped tokens have no gradient
     loss_max_clamp: float | None = option(10.0, above=0)
     # bounds the single-token log-probs of both streams from below, of draft and target alike
     log_prob_min_clamp: float | None = option(-10.0, below=0)

@@ -66,7 +66,7 @@ class TrainItem:
     # token ids [R]
     response_ids: tuple[int, ...]
     plan: BlockPlan
-    # policy-gradient form: the drafting draft's log-prob of every plan.response_label
+    # policy-gradient form: log-prob of every plan.response_label under the draft of the rollout
     old_logprobs: tuple[float, ...] = ()
     # policy-gradient form: the sample's part of the advantage
     reward: float = 0.0
@@ -94,16 +94,16 @@ def plan_opd(
     Under the convention exact there is one block per verify step, anchored where the engine
     anchored it. Under draft_opd each segment starts at the previous segment's last token, the first
     one at the last prompt token (anchor -1). Labels of a segment reach to the end of the verify
-    step: accepted proposals and the correction; a bonus token has no slot. seed: only of random
-    anchors. Rejections keep their blocks whatever happens to response anchors.
+    step: accepted proposals and the correction; a bonus token has no slot. Rejections keep their
+    blocks even where the response anchor is left out. seed: of random anchors.
 
     autoregressive: a slot reads the proposal before it (DraftFamily.autoregressive). After the
-    first rejected proposal the chain has left the response, so no label of the response is right
-    there: a drafted block's labels end with the correction, whatever the span.
+    first rejected proposal the chain has left the response, so the response has no correct labels
+    there: a drafted block's labels end with the correction, under every response_span.
     """
     if options.response_span not in RESPONSE_SPANS:
         raise ValueError(
-            f"response_span={options.response_span!r} is none of {', '.join(RESPONSE_SPANS)}"
+            f"response_span={options.response_span!r} is not one of {', '.join(RESPONSE_SPANS)}"
         )
     steps, last = sample.trace.steps, len(sample.response_ids) - 1
     reaches = {step.anchor: step.accepted + 1 for step in steps} if autoregressive else {}
@@ -117,8 +117,8 @@ def plan_opd(
         spans,
         _chosen_rejections(sample, options, block_size),
         drafted={step.anchor: step.drafted[: block_size - 1] for step in steps},
-        # a step that the end of the response cut short: the target verified what lies behind the
-        # end, but that stands for no state of a rollout
+        # when the response ends inside a step, the target has also verified proposals past the end;
+        # a rollout never reaches those states
         accepted={
             step.anchor: min(step.accepted, step.committed, block_size - 1) for step in steps
         },
@@ -157,7 +157,7 @@ def _segments(sample: RolloutSample, convention: str) -> list[tuple[int, int]]:
         if ends and ends[-1] < length - 1:
             ends.append(length - 1)
         return list(zip([-1, *ends], ends, strict=False))
-    raise ValueError(f"convention={convention!r} is none of {', '.join(CONVENTIONS)}")
+    raise ValueError(f"convention={convention!r} is not one of {', '.join(CONVENTIONS)}")
 
 
 def _strided(pairs: list[tuple[int, int]], stride: int) -> list[tuple[int, int]]:
@@ -219,8 +219,8 @@ def _run_ends(sample: RolloutSample) -> list[int]:
     ends = [-1] * len(mask)
     for position in range(len(mask) - 1, -1, -1):
         if mask[position]:
-            behind = ends[position + 1] if position + 1 < len(mask) else -1
-            ends[position] = max(behind, position)
+            following = ends[position + 1] if position + 1 < len(mask) else -1
+            ends[position] = max(following, position)
     return ends
 
 
@@ -268,8 +268,8 @@ def verified_proposals(plan: BlockPlan) -> list[tuple[int, int, bool]]:
     """(block, 1-based offset, whether it was accepted) of every proposal that the target verified:
     the accepted ones and the first rejected one.
 
-    What stands behind a rejected proposal was never compared with the target; what stands behind
-    the end of the response is no state of a rollout.
+    Later proposals of the block are left out: after a rejected proposal the target never verified
+    them, and after the end of the response a rollout never reaches them.
     """
     return [
         (block, offset, offset <= accepted)

@@ -1,8 +1,8 @@
-"""Does training replay what the engine drafted? Greedy proposals show it: the replayed slot must
-choose the token that the engine proposed.
+"""Checks that training replays what the engine drafted: with greedy proposals, the replayed slot
+must choose the token that the engine proposed.
 
-Layer ids, positions, mask, anchors, head and weights all have to agree for that, and each of them
-going wrong is silent otherwise.
+For that, layer ids, positions, mask, anchors, head and weights all have to agree. Without the check
+an error in any of them would go unnoticed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def diagnose(
     metrics: Mapping[str, float],
     limit: float | None,
     raw_limit: float | None,
-    facts: Mapping[str, object],
+    known: Mapping[str, object],
 ) -> str | None:
     """None when the check passed or did not run; otherwise what was measured, what is known and
     what to look at. A limit of None never fails.
@@ -61,7 +61,7 @@ def diagnose(
     return (
         f"replay check failed: in {share:.1%} of {metrics['opd/replay_slots']:.0f} slots the "
         "replayed draft rates the engine's proposal more than "
-        f"{NEAR_TIE_NATS} nats below its own choice, and differs at all in {raw:.1%} "
+        f"{NEAR_TIE_NATS} nats below its own choice, and by any amount in {raw:.1%} "
         f"(opd.max_replay_mismatch={limit}, "
         f"opd.max_replay_mismatch_raw={raw_limit}; differing by offset: "
         + ", ".join(
@@ -69,9 +69,8 @@ def diagnose(
             for offset, value in sorted(by_offset.items(), key=lambda item: int(item[0]))
         )
         + "). Training would supervise states that the engine never met. Known: "
-        + ", ".join(f"{name} {value}" for name, value in facts.items())
-        + ". Look at: target_layer_ids (a layer too early or late), rope_theta of the draft, "
-        "weights of another version in the engine, a draft "
-        "with an LM head or embedding of its own, an engine whose mask or positions differ. null "
-        "limits only report."
+        + ", ".join(f"{name} {value}" for name, value in known.items())
+        + ". Check: target_layer_ids (a layer too early or late), rope_theta of the draft, the "
+        "draft version in the engine, an LM head or embedding of the draft's own, mask and "
+        "positions in the engine. With a limit of null the check only reports."
     )

@@ -15,10 +15,10 @@ import numpy as np
 class VerifyStep:
     """One verification of one drafted block."""
 
-    # response position (0-based; 0 = the token sampled by prefill) of the block's first, already
-    # known token
+    # response position (0-based; 0 = the token sampled by prefill) of the block's first token,
+    # which is known before drafting
     anchor: int
-    # the K proposed token ids; proposal j (1-based offset) stands at response position anchor + j
+    # the K proposed token ids; proposal j (1-based offset) is for response position anchor + j
     drafted: tuple[int, ...]
     # a, how many leading proposals the target accepted (0 <= a <= K)
     accepted: int
@@ -193,15 +193,16 @@ def accepted_by_position(steps: Sequence[VerifyStep]) -> tuple[int, ...]:
 
 def check_trace(trace: VerifyTrace, response_ids: Sequence[int]) -> None:
     """ValueError unless `trace` commits every response token after the prefill token exactly once,
-    with the accepted proposals' ids, and no rejected proposal as its own replacement: exact
-    verification never does that (a token is rejected only where draft probability exceeds the
-    target's, and the replacement is drawn from what the target has more of), so the rollout would
-    be off the target's distribution.
+    with the accepted proposals' ids, and replaces no rejected proposal by itself.
+
+    Exact verification never does the latter: it rejects a token only where the draft's probability
+    exceeds the target's, and draws the replacement where the target's exceeds the draft's. Such a
+    rollout would not follow the target's distribution.
     """
     if trace.response_len != len(response_ids):
         raise ValueError(
-            f"trace of {trace.response_len} tokens belongs to another response of "
-            f"{len(response_ids)} tokens"
+            f"the trace covers {trace.response_len} tokens and the response has "
+            f"{len(response_ids)}: they do not belong together"
         )
     committed = [step.anchor + j for step in trace.steps for j in range(1, step.committed + 1)]
     for expected, position in zip_longest(

@@ -76,7 +76,7 @@ def from_extra_fields(fields: Mapping[str, Any], response_len: int) -> VerifyTra
         raise ValueError(
             f"dflash_replay_block_drafted_token_ids has {len(tokens)} and "
             f"dflash_replay_block_refused_logprobs {len(logprobs)} entries, "
-            f"but blocks of {sum(drafted)} proposals with {sum(accepted)} accepted were announced"
+            f"but the blocks have {sum(drafted)} proposals, {sum(accepted)} of them accepted"
         )
     steps, token, logprob = [], 0, 0
     for anchor, hits, count in zip(anchors, accepted, drafted, strict=True):

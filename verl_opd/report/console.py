@@ -1,4 +1,4 @@
-"""What a person sees: one progress bar a stage on a terminal, plain lines otherwise, and tables."""
+"""The console: one progress bar per stage on a terminal, plain lines otherwise, and tables."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Console:
 
     @contextmanager
     def stage(self, title: str, total: int, done: int = 0) -> Iterator[StageBar]:
-        """A bar of `total` steps, of which `done` lie behind us."""
+        """A bar of `total` steps, of which `done` are already done."""
         if not self._rich.is_terminal:
             yield StageBar(self._rich, title, total, done, None)
             return

@@ -1,4 +1,4 @@
-"""Recognises a run that learns nothing, and reports once what to look at."""
+"""Recognises a run that learns nothing, and reports once what to check."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Symptom:
     """A sign that a run learns nothing."""
 
     sign: str  # what was seen
-    checks: tuple[str, ...]  # what to look at, most likely first
+    checks: tuple[str, ...]  # what to check, most likely first
 
 
 _STALE = (
@@ -23,7 +23,7 @@ _STALE = (
 )
 _LAYERS = "target_layer_ids: a layer too early or late halves acceptance without any error"
 _MASK = "mask_token_id: the token that the draft was trained with"
-_HEAD = "a draft with an LM head of its own must keep it in the engine"
+_HEAD = "a draft with its own LM head: the engine must use that head, not the target's"
 _TEMPLATE = (
     "the chat template and its switches (thinking on or off) must be those that the draft was "
     "trained with"
@@ -47,8 +47,8 @@ SYMPTOMS: dict[str, Symptom] = {
             "recorder errors below, and logs/rollout_*.log",
             "responses of one token: data.max_response_length, or an end-of-text token right "
             "after the prompt",
-            "target logits that are not finite accept everything: weights lost in sleep (level 2) "
-            "or loaded as dummies",
+            "target logits that are not finite, which accept everything: weights lost in sleep "
+            "(level 2) or loaded with load_format=dummy",
         ),
     ),
     "zero_loss": Symptom(
@@ -67,8 +67,8 @@ SYMPTOMS: dict[str, Symptom] = {
             "sleep, or an overflow in target.dtype",
             "opd_effective_token_ratio 0: no verify step was recorded, or weights of both streams "
             "leave nothing",
-            "too high a learning rate has driven the draft out of range: restart from the last "
-            "good checkpoint",
+            "too high a learning rate has made the weights diverge: restart from the last good "
+            "checkpoint",
         ),
     ),
     "all_clipped": Symptom(
@@ -77,7 +77,7 @@ SYMPTOMS: dict[str, Symptom] = {
             "is the end token among the target's eos ids (generation_config.json)?",
             _TEMPLATE,
             "target weights damaged by sleep or load_format=dummy produce text without end",
-            "or the limit is simply too low for this data",
+            "the limit may be too low for this data",
         ),
     ),
 }
@@ -111,8 +111,8 @@ class Diagnosis:
 
 
 def checklist(name: str, metrics: Mapping[str, float], diagnostics: Mapping[str, object]) -> str:
-    """A text that helps to find the cause: the sign, what to check, and what is known, which is
-    measurements and `diagnostics`, values by name.
+    """A text that helps to find the cause: the sign, what to check, and the known values
+    (measurements and `diagnostics`).
     """
     symptom = SYMPTOMS[name]
     measured = (

@@ -12,7 +12,7 @@ from verl_opd.report.console import Console
 
 
 class ConsoleHandler(logging.Handler):
-    """Prints messages, and nothing but the message, above a progress bar that may be running."""
+    """Prints messages without time and level, above a progress bar that may be running."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class ConsoleHandler(logging.Handler):
 @contextmanager
 def driver_log(console: Console, file: Path) -> Iterator[None]:
     """While entered, all messages of the tree from INFO up go to `console` and are appended to
-    `file`. The tree is left as it was.
+    `file`. On exit the tree gets its former handlers and level back.
     """
     tree = logging.getLogger(TREE)
     before = tree.handlers, tree.level, tree.propagate

@@ -39,8 +39,8 @@ class RunDir:
         self.exports = self.root / "exports"
 
     def open(self, identity: dict[str, Any], *, resume: bool) -> None:
-        """Create the directory, or check that it holds this run. ConfigError when it is another
-        run's or not one of ours.
+        """Create the directory, or check that it holds this run. ConfigError when it holds another
+        run or is not a run directory.
         """
         marker = self.root / "run.json"
         if marker.exists():
@@ -52,7 +52,7 @@ class RunDir:
             }
             if differing:
                 rows = "; ".join(
-                    f"{key}: there {old!r}, now {new!r}" for key, (old, new) in differing.items()
+                    f"{key}: was {old!r}, is now {new!r}" for key, (old, new) in differing.items()
                 )
                 raise ConfigError(
                     f"trainer.run_dir={self.root} holds another run ({rows}): choose another "
@@ -67,8 +67,8 @@ class RunDir:
                 )
         elif self.root.exists() and any(self.root.iterdir()):
             raise ConfigError(
-                f"trainer.run_dir={self.root} is not empty and holds no run of ours: choose "
-                "another trainer.run_dir"
+                f"trainer.run_dir={self.root} is neither empty nor a run directory of verl-opd: "
+                "choose another trainer.run_dir"
             )
         for folder in (self.root, self.logs, self.checkpoints, self.exports):
             folder.mkdir(parents=True, exist_ok=True)
@@ -113,7 +113,7 @@ def _git_sha(folder: Path) -> str | None:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Replace `path` by `text`, or leave it as it was."""
+    """Replace the content of `path` by `text`; a failure leaves the file unchanged."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)

@@ -1,4 +1,4 @@
-"""samples.log: responses as the engine wrote them, with what the draft guessed."""
+"""samples.log: responses of the engine, with every proposal of the draft marked."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class SampleLog:
         self._path, self._decode = path, decode
 
     def write(self, step: int, sample: RolloutSample) -> None:
-        tau = "" if not sample.trace.steps else f", {len(sample.trace.steps)} verify steps"
+        steps = "" if not sample.trace.steps else f", {len(sample.trace.steps)} verify steps"
         header = (
             f"== step {step}, sample {sample.sample_id}, draft version {sample.draft_version}, "
-            f"{len(sample.response_ids)} tokens{tau}"
+            f"{len(sample.response_ids)} tokens{steps}"
         )
         with self._path.open("a", encoding="utf-8") as file:
             prompt = self._decode(sample.prompt_ids)

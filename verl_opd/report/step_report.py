@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedStep:
-    """What there is to report about one step."""
+    """What is reported about one step."""
 
     number: int  # global step
     parts: Sequence[StepMetrics]  # measurements of rollouts, ranks and plans
@@ -42,7 +42,7 @@ class StepReporter:
     console: Console
     samples: SampleLog
     clock: Stopwatch
-    diagnostics: Mapping[str, object]  # printed with a symptom: how the draft sees its target
+    diagnostics: Mapping[str, object]  # printed with a symptom, see Job.diagnostics
     diagnosis: Diagnosis = field(default_factory=Diagnosis)
 
     def stage(self, name: str, steps: int, done: int) -> AbstractContextManager[StageBar]:

@@ -55,7 +55,7 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """A wandb run that a resumed training continues (the id lives in the run directory).
+    """A wandb run that a resumed training continues (its id is in the run directory).
     WANDB_MODE=offline needs no network.
     """
 
@@ -103,7 +103,7 @@ class Trackers:
         unknown = sorted(set(names) - set(TRACKERS))
         if unknown:
             raise ConfigError(
-                f"trainer.logger={unknown} unknown; choose from {', '.join(TRACKERS)}"
+                f"trainer.logger={unknown} is unknown: choose from {', '.join(TRACKERS)}"
             )
         self._trackers: list[Tracker] = [JsonlTracker(run_dir)]
         if "tensorboard" in names:

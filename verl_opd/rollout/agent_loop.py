@@ -1,5 +1,5 @@
-"""Agent loops: how one prompt becomes one sample. A multi-turn or tool loop is one
-more class here.
+"""Agent loops: how one prompt becomes one sample. A multi-turn or tool loop is one more class in
+this file.
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ class SampleFailure:
 
 
 class Servers:
-    """The servers as an agent loop sees them: one call, routed. All requests of a session go to one
-    server.
-    """
+    """Sends the calls of agent loops to servers. All requests of a session go to one server."""
 
     def __init__(self, servers: Sequence[Any], router: Any, timeout: float) -> None:
         self._servers, self._router, self._timeout = list(servers), router, timeout

@@ -1,5 +1,5 @@
-"""Which server a request goes to: the one with the fewest outstanding requests, and always the same
-one for one session.
+"""Chooses the server of a request: the one with the fewest outstanding requests, and always the
+same one for one session.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """A rollout server: frozen target and live draft in one engine. It takes token ids and returns
-token ids with their verify trace, and answers OpenAI-compatible HTTP requests beside that.
+token ids with their verify trace, and it also answers OpenAI-compatible HTTP requests.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class RolloutServer:
     # -- start and stop ----------------------------------------------------------------------------
 
     async def start(self) -> dict[str, Any]:
-        """Start engine and HTTP, attach the recorder and probe everything. Returns what the probe
-        read from the engine, with `url` and the `seconds` it all took. RolloutError names what is
-        missing.
+        """Start engine and HTTP, attach the recorder and run the start-up probe. Returns what the
+        probe read from the engine, with `url` and the `seconds` that the start took. RolloutError
+        names what is missing.
         """
         started = time.monotonic()
         settings = self._engine.settings
@@ -95,7 +95,7 @@ class RolloutServer:
         self._engine.stop()
 
     async def failure(self) -> str:
-        """Why this server cannot go on; empty while it can."""
+        """Why this server cannot continue; empty while it can."""
         return self._engine.failure()
 
     async def http_address(self) -> tuple[str, str]:
@@ -115,7 +115,7 @@ class RolloutServer:
         events = await self._events(request_id)
         if events is None and token_ids:
             raise RolloutError(
-                f"request {request_id}: the recorder never saw it ({await self.recorder_stats()})"
+                f"request {request_id} was not recorded ({await self.recorder_stats()})"
             )
         trace = self._traces.explain(request_id, events or [], token_ids)
         return GenerateResult(token_ids, finish, to_extra_fields(trace))
@@ -123,8 +123,8 @@ class RolloutServer:
     async def generate_tokens(
         self, prompts: Sequence[Sequence[int]], sampling: dict[str, Any]
     ) -> int:
-        """Generate without collecting traces, all prompts at once; the number of tokens (for
-        throughput measurements).
+        """Generate from all prompts at once, without collecting traces; returns the number of
+        tokens (for throughput measurements).
         """
         names = [f"bench-{uuid.uuid4().hex}" for _ in prompts]
         done = await asyncio.gather(
@@ -163,15 +163,16 @@ class RolloutServer:
             except Exception as error:
                 for future in batch.values():
                     future.set_exception(error)
-                continue  # requests that finished meanwhile get an answer of their own
+                continue  # requests that finished since then are collected in the next round
             for request_id, future in batch.items():
                 future.set_result(parts[0][request_id])
 
     # -- phases and weights ------------------------------------------------------------------------
 
     async def sleep(self, level: int) -> None:
-        """Stop scheduling, end what still runs (HTTP too) and release memory (level 1: host copy
-        kept; 0: nothing, all a CPU can). Idempotent. RolloutError for level 2.
+        """Stop scheduling, end requests that still run (HTTP too) and release memory (level 1: all
+        but a host copy of the weights; level 0, for CPUs: none). Idempotent. RolloutError for
+        level 2.
         """
         if level > 1:
             raise RolloutError(
@@ -184,7 +185,7 @@ class RolloutServer:
         await self._engine.call("sleep", level)
 
     async def wake(self, tags: list[str]) -> None:
-        """Map `weights`, then `kv_cache`, again; requests are taken once the KV cache is mapped.
+        """Map `weights`, then `kv_cache`, again; the engine serves once the KV cache is mapped.
         Idempotent.
         """
         if not self._asleep:
@@ -212,7 +213,7 @@ class RolloutServer:
         return report
 
     async def target_checksum(self) -> str:
-        # patient: it reads every weight
+        # patient, because it reads every weight
         return str((await self._engine.rpc("opd_target_checksum", patient=True))[0])
 
     async def reset_prefix_cache(self) -> None:
@@ -252,7 +253,7 @@ def _differences(probe: dict[str, Any], speculation: Speculation) -> str:
         "mask_token_id": speculation.mask_token_id,
         "token_map": speculation.token_map,
         "aux_layer_ids": to_vllm_aux_ids(speculation.target_layer_ids),
-        "tensor_parallel_size": 1,  # draft push and read-back know unsharded tensors only
+        "tensor_parallel_size": 1,  # draft push and read-back support unsharded tensors only
         # a mask_embedding.pt beside the draft, which training would not replay
         "own_mask_embedding": False,
     }

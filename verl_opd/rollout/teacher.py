@@ -49,7 +49,7 @@ def scores_from_prompt_logprobs(
 
 
 class TeacherServer:
-    """One engine without a draft that only reads. All methods are coroutines of one event loop."""
+    """One engine without a draft that only scores. All methods are coroutines of one event loop."""
 
     def __init__(self, settings: TeacherSettings) -> None:
         self._name, self._top_k = settings.name, settings.top_k
@@ -63,8 +63,8 @@ class TeacherServer:
         )
 
     async def start(self) -> dict[str, Any]:
-        """Start the engine and have it score one token; the `seconds` that took. RolloutError gives
-        the reason when it does not start.
+        """Start the engine and score one token with it; returns the `seconds` that this took.
+        RolloutError gives the reason when it does not start.
         """
         started = time.monotonic()
         self._engine.start()
@@ -76,7 +76,7 @@ class TeacherServer:
         return {"seconds": time.monotonic() - started}
 
     async def failure(self) -> str:
-        """Why this server cannot go on; empty while it can."""
+        """Why this server cannot continue; empty while it can."""
         return self._engine.failure()
 
     async def score(
@@ -114,8 +114,8 @@ TeacherServerActor: Any = ray.remote(TeacherServer)
 
 
 class Teachers:
-    """All teacher servers, by name, as an agent loop worker sees them. With a single teacher every
-    sample goes to it, whatever its key.
+    """Sends responses to teacher servers, by the teacher's name. A single teacher scores every
+    sample, and keys are not used.
     """
 
     def __init__(self, servers: Mapping[str, Sequence[Any]], timeout: float) -> None:
@@ -135,7 +135,7 @@ class Teachers:
         """
         name = next(iter(self._servers)) if len(self._servers) == 1 else key
         if name not in self._servers:
-            raise RolloutError(f"no teacher is named {key!r}; there are {', '.join(self._servers)}")
+            raise RolloutError(f"unknown teacher {key!r}; known are {', '.join(self._servers)}")
         router = self._routers[name]
         index = router.acquire(session)
         try:

@@ -1,4 +1,4 @@
-"""Whether a verify trace explains its response."""
+"""The check that a verify trace explains its response."""
 
 from __future__ import annotations
 

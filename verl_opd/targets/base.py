@@ -1,4 +1,4 @@
-"""What training asks of a frozen target, wherever it runs."""
+"""What training needs from a frozen target, in whichever process it runs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ class Features:
 class FeatureSource(Protocol):
     """Where the features of a frozen target come from."""
 
-    # whether rejected tokens, which stand in no response, can be read as well (losses of whole
-    # blocks)
+    # whether it can also read rejected tokens, which are in no response (losses of whole blocks)
     reads_branches: bool
 
     def features(self, input_ids: Tensor, lengths: Tensor) -> Features:

@@ -13,8 +13,8 @@ from verl_opd.errors import ConfigError
 from verl_opd.targets.base import Features
 from verl_opd.targets.head import TargetHead
 
-# Model types whose vLLM implementation gives aux hidden states and whose rotary layout a DFlash
-# draft of ours shares.
+# Model types whose vLLM implementation gives aux hidden states, and whose rotary layout is that of
+# our DFlash drafts.
 SUPPORTED = ("llama", "qwen2", "qwen3")
 
 

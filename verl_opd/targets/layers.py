@@ -26,7 +26,7 @@ def to_vllm_aux_ids(layer_ids: Iterable[int]) -> list[int]:
 
 
 def from_vllm_aux_ids(aux_ids: Iterable[int]) -> list[int]:
-    """Our layer ids of vLLM's aux ids. Aux id 0, the embedding, becomes -1, which is no layer.
+    """Our layer ids of vLLM's aux ids. Aux id 0, the embedding, becomes -1, which is not a layer.
 
     >>> from_vllm_aux_ids([2, 18, 34])
     [1, 17, 33]

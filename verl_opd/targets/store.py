@@ -1,4 +1,4 @@
-"""Keeps the features of sequences that training meets again, so that a frozen target runs once per
+"""Keeps the features of sequences that training uses again, so that the frozen target runs once per
 sequence.
 """
 

@@ -109,7 +109,7 @@ def check_same_vocabulary(
     if config.vocab_size < len(ours) or ours != other:
         differing = sorted({token for token, _ in ours.items() ^ other.items()})[:3]
         raise ConfigError(
-            f"{key}={model} has another vocabulary than the target ({config.vocab_size} against "
-            f"{rows} rows; differing tokens: "
+            f"{key}={model} has a different vocabulary from the target's ({config.vocab_size} "
+            f"against {rows} rows; differing tokens: "
             f"{', '.join(map(repr, differing)) or 'none'}): it cannot score the target's tokens"
         )

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: written aside, renamed when complete, pointed at last."""
+"""Checkpoints on disk: written to a temporary directory, renamed when complete, then linked."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class CheckpointStore:
         free = shutil.disk_usage(self.root).free
         if free < needed_bytes:
             raise ConfigError(
-                f"checkpoint {step} needs about {needed_bytes / 1e6:.1f} MB and {self.root} has "
+                f"checkpoint {step} needs about {needed_bytes / 1e6:.1f} MB, but {self.root} has "
                 f"{free / 1e6:.1f} MB left: free some space, or lower "
                 "trainer.keep_last; checkpoints already written are untouched"
             )
@@ -80,8 +80,8 @@ class CheckpointStore:
         return final
 
     def recover(self) -> None:
-        """Tidy up after a crash: bring back what was being replaced, drop what was never finished.
-        Only for the process that writes here.
+        """Tidy up after a crash: restore a checkpoint that was being replaced, remove unfinished
+        ones. Only for the process that writes here.
         """
         for path in sorted(self.root.iterdir()) if self.root.exists() else ():
             match = _ASIDE.fullmatch(path.name)
@@ -109,15 +109,16 @@ class CheckpointStore:
         return True
 
     def latest(self) -> Path | None:
-        """The checkpoint that `latest` points at; should it be gone, the newest complete one.
-        ConfigError for a run that was copied without its links: they would not move on.
+        """The checkpoint that `latest` points at; if that is gone, the newest complete one.
+        ConfigError where a copy of the run has directories instead of links: later checkpoints
+        could not update them.
         """
         for link in (self.root / "best", self.root / "latest"):
             if link.is_dir() and not link.is_symlink():
                 raise ConfigError(
-                    f"{link} is a directory where a link to a step_<n> beside it belongs (a copy "
-                    "that follows links makes one): "
-                    f"remove it; the newest step_<n> is used then, or point it there with ln -s"
+                    f"{link} is a directory, but must be a link to a step_<n> beside it (a copy "
+                    "that follows links turns it into a directory): remove it to use the newest "
+                    "step_<n>, or replace it by a link (ln -s)"
                 )
         link = self.root / "latest"
         if (link / STATE).is_file():
@@ -138,7 +139,7 @@ class CheckpointStore:
 
     @staticmethod
     def read_state(checkpoint: Path) -> dict[str, Any]:
-        """What `commit` was given. ConfigError when `checkpoint` is none, or is damaged."""
+        """The state given to `commit`. ConfigError when `checkpoint` is damaged, or is not one."""
         file = checkpoint / STATE
         if not file.is_file():
             raise ConfigError(f"{checkpoint} is not a checkpoint: it has no {STATE}")
@@ -155,7 +156,7 @@ class CheckpointStore:
         record = self.root / "best.json"
         try:
             return json.loads(record.read_text()) if record.exists() else None
-        except ValueError:  # a damaged record of the best is a record of none
+        except ValueError:  # a damaged best.json counts as missing
             return None
 
     def _point(self, name: str, target: str) -> None:
@@ -185,9 +186,8 @@ class CheckpointStore:
         }
         for step, path in steps:
             if path.resolve() not in kept:
-                os.rename(
-                    path, self._aside(step)
-                )  # out of sight first: half a checkpoint must not carry its name
+                # renamed first: half a checkpoint must not have the name of a whole one
+                os.rename(path, self._aside(step))
                 shutil.rmtree(self._aside(step))
 
 
@@ -210,9 +210,7 @@ def resolve_resume(mode: str, path: str | None, store: CheckpointStore) -> Path 
         )
     checkpoint = find_checkpoint(Path(path).expanduser(), prefer="latest")
     if wrong := damage(checkpoint):
-        raise ConfigError(
-            f"{checkpoint} cannot be continued from ({wrong}): use another checkpoint"
-        )
+        raise ConfigError(f"checkpoint {checkpoint} is damaged ({wrong}): use another one")
     return checkpoint
 
 
@@ -225,15 +223,15 @@ def _newest_whole(store: CheckpointStore) -> Path | None:
         log.warning("checkpoint %s is damaged (%s): trying the one before it", checkpoint, wrong)
     if found:
         raise ConfigError(
-            f"none of the {len(found)} checkpoints in {store.root} can be continued from; move "
-            "them away to start anew"
+            f"every checkpoint in {store.root} is damaged ({len(found)} found): move them away to "
+            "start from the beginning"
         )
     return None
 
 
 def damage(checkpoint: Path) -> str:
-    """What keeps training from continuing from `checkpoint`; empty when it is whole. Every byte of
-    it is read.
+    """Why training cannot continue from `checkpoint`; empty when it is whole. Every byte of it is
+    read.
     """
     try:
         CheckpointStore.read_state(checkpoint)
@@ -248,7 +246,7 @@ def damage(checkpoint: Path) -> str:
     except (ValueError, OSError) as error:
         return f"{MANIFEST}: {error}"
     wrong = [name for name, entry in announced.items() if found.get(name) != entry]
-    return f"{', '.join(wrong[:4])}: missing or not as written" if wrong else ""
+    return f"{', '.join(wrong[:4])}: missing or changed" if wrong else ""
 
 
 def _contents(folder: Path) -> dict[str, list[int]]:
@@ -293,7 +291,10 @@ def check_identity(checkpoint: Path, ours: dict[str, Any]) -> None:
         if theirs.get(key) != value
     ]
     if rows:
-        raise ConfigError(f"checkpoint {checkpoint} belongs to another run ({'; '.join(rows)})")
+        raise ConfigError(
+            f"checkpoint {checkpoint} belongs to another run ({'; '.join(rows)}): restore these "
+            "values, or start from its exported draft with draft.path"
+        )
 
 
 def _sync(*paths: Path) -> None:

@@ -26,10 +26,10 @@ def export_checkpoint(
     """Write the draft of `checkpoint` (or of a run directory: its best, else its latest) to `out`
     in `format` (drafts/formats.py), whole or not at all.
 
-    What will be handed over is read back first: every tensor of the draft's own network, by name,
-    shape and dtype, finite and unchanged. ConfigError when it is not that, when the format has no
-    place for this draft, or when `out` exists and `force` is not set. The checkpoint is never
-    changed.
+    The written files are read back before they are put in place: every tensor of the draft's own
+    network, by name, shape and dtype, finite and unchanged. ConfigError when they differ, when the
+    format does not support this draft, or when `out` exists and `force` is not set. The checkpoint
+    is never changed.
     """
     source = find_checkpoint(Path(checkpoint))
     if out.exists() and not force:
@@ -40,12 +40,15 @@ def export_checkpoint(
     if out.exists() and not (
         out.is_dir() and (not any(out.iterdir()) or (out / files.CONFIG).is_file())
     ):
-        raise ConfigError(f"--out {out} is not a draft directory and is left alone, --force or not")
+        raise ConfigError(
+            f"--out {out} is not a draft directory and is not replaced, not even with --force: "
+            "choose another directory"
+        )
     draft = source / "draft"
     missing = [name for name in (files.CONFIG, files.WEIGHTS) if not (draft / name).is_file()]
     if missing:
         raise ConfigError(
-            f"{source} holds no {' and no '.join(f'draft/{name}' for name in missing)}: use "
+            f"{source} has no {' and no '.join(f'draft/{name}' for name in missing)}: use "
             "another checkpoint"
         )
     verify_draft(draft, _family_of(source), str(source))
@@ -85,12 +88,10 @@ def _compare(written: Path, tensors: Mapping[str, Tensor], config: Mapping[str, 
         not torch.equal(found[name], tensor) for name, tensor in tensors.items()
     ):
         raise ConfigError(
-            f"what was written to {written} is not what was exported: is the disk in order?"
+            f"the tensors written to {written} differ from the exported ones: check the disk"
         )
     if files.read_config(str(written)) != json.loads(json.dumps(dict(config))):
-        raise ConfigError(
-            f"{written / files.CONFIG} is not what was exported: is the disk in order?"
-        )
+        raise ConfigError(f"{written / files.CONFIG} differs from the exported one: check the disk")
 
 
 def verify_draft(path: Path, family_name: str, where: str) -> None:

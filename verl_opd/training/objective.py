@@ -1,4 +1,4 @@
-"""From replayed blocks to the loss: what the draft is trained for, and what is measured on the way.
+"""From replayed blocks to the loss that the draft is trained with, and its measurements.
 
 Everything here is one rank's share of a micro-batch. No collectives, no optimiser.
 """
@@ -155,8 +155,8 @@ class Objective:
         """
         if not self.branches.reads_branches:
             raise ConfigError(
-                f"opd.response_loss={settings.options.response_loss} has the target read rejected "
-                "tokens, which this source of features cannot: use another loss"
+                f"opd.response_loss={settings.options.response_loss} needs the target's features "
+                "of rejected tokens, which this feature source does not provide: use another loss"
             )
         count, longest = chains.branch_ids.shape
         at_once = max(1, self.compute.max_tokens_per_micro_batch // max(1, longest))

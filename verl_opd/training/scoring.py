@@ -1,5 +1,5 @@
-"""Per-token loss values of a micro-batch, through whichever LM head the draft has: the target's
-frozen one, or its own.
+"""Per-token loss values of a micro-batch, through the LM head of the draft: the target's frozen
+one, or its own.
 """
 
 from __future__ import annotations

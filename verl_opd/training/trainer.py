@@ -1,5 +1,5 @@
-"""One optimiser step of the draft on replayed blocks. Features come in as input; nothing here cares
-where the target that produced them runs.
+"""One optimiser step of the draft on replayed blocks. Features are an input, so nothing here
+depends on where the target runs.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ def with_policy_terms(
     reward: Reward | None,
     weight: float,
 ) -> list[TrainItem]:
-    """`items` with the drafting draft's log-probs and, given a reward, weight * (reward - mean over
-    the batch).
+    """`items` with the log-probs of the draft that proposed them and, given a reward, weight *
+    (reward - mean over the batch).
     """
     rewards = [
         reward(sample.prompt_ids, sample.response_ids, sample.data_source) if reward else 0.0

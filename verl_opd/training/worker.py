@@ -55,9 +55,9 @@ class TrainWorker:
         torch.set_num_threads(threads)
 
     def open_store(self, address: str) -> int:
-        """Open the store through which the ranks meet; its port. On loopback when `address` is,
-        else on all interfaces, as other nodes may reach this one under an address that is not one
-        of its own. Only on rank 0.
+        """Open the store through which the ranks meet; returns its port. On loopback when `address`
+        is, else on all interfaces: the address under which other nodes reach this one may not
+        belong to an interface of it. Only on rank 0.
 
         The port is bound before its number is passed on: no other process can take it in between.
         """

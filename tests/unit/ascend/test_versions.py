@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from scripts import npu_plan
-from scripts.npu_plan import Planner, missing, pins, rejections, strings_of
+from scripts.npu_plan import Planner, blocking_errors, missing, pins, strings_of
 from verl_opd.ascend import versions as stack
 from verl_opd.ascend.versions import (
     Machine,
@@ -356,9 +356,9 @@ def _planner(machine: Machine, root: Path, engines: bool = False) -> Planner:
     )
 
 
-def _refused(planner: Planner, environ: dict[str, str]) -> list[str]:
+def _blocking(planner: Planner, environ: dict[str, str]) -> list[str]:
     seen = findings(TABLE, planner.machine, planner.row)
-    return [finding.what for finding in rejections(seen, planner.steps(), planner, environ)]
+    return [finding.what for finding in blocking_errors(seen, planner.steps(), planner, environ)]
 
 
 def test_a_finished_machine_has_no_steps(tmp_path: Path) -> None:
@@ -384,7 +384,7 @@ def test_transformers_comes_at_the_rows_pin_or_with_the_engine(tmp_path: Path) -
         "pin torch"
     ]
     (tmp_path / ".git").mkdir()
-    assert _refused(built, {}) == []
+    assert _blocking(built, {}) == []
 
 
 def test_only_the_missing_engine_is_built(tmp_path: Path) -> None:
@@ -392,18 +392,18 @@ def test_only_the_missing_engine_is_built(tmp_path: Path) -> None:
     planner = _planner(_with(vllm_ascend=None), tmp_path)
     assert planner.builds() == ["vllm-ascend"]
     assert not any("third_party/vllm" in step.command for step in planner.steps())
-    assert _refused(planner, {"SOC_VERSION": "ascend910b1"}) == []
-    assert _refused(planner, {}) == ["SOC_VERSION"]
+    assert _blocking(planner, {"SOC_VERSION": "ascend910b1"}) == []
+    assert _blocking(planner, {}) == ["SOC_VERSION"]
 
 
-def test_engines_are_refused_without_cann_or_a_clone(tmp_path: Path) -> None:
+def test_engines_cannot_be_built_without_cann_or_a_clone(tmp_path: Path) -> None:
     planner = _planner(dataclasses.replace(_with(vllm=None, vllm_ascend=None), cann=None), tmp_path)
-    assert _refused(planner, {"SOC_VERSION": "ascend910b1"}) == ["cann", "git"]
+    assert _blocking(planner, {"SOC_VERSION": "ascend910b1"}) == ["cann", "git"]
 
 
-def test_errors_that_no_step_repairs_are_refused(tmp_path: Path) -> None:
+def test_errors_that_no_step_repairs_are_blocking(tmp_path: Path) -> None:
     machine = _with(torch="2.11.0", triton="3.5.0", transformers="4.57.4", vllm_ascend="0.23.0")
-    assert _refused(_planner(machine, tmp_path), {}) == ["torch", "vllm-ascend", "transformers"]
+    assert _blocking(_planner(machine, tmp_path), {}) == ["torch", "vllm-ascend", "transformers"]
 
 
 def test_the_commands(
@@ -416,12 +416,12 @@ def test_the_commands(
     assert capsys.readouterr().out.splitlines()[-1] == "fits"
     assert npu_plan.main(["check", "--row", "0.23.0"]) == 1
     assert (
-        "ERROR  vllm           0.21.0+empty, but vllm 0.23.0 goes with 0.23.0"
+        "ERROR  vllm           0.21.0+empty, but vllm 0.23.0 needs 0.23.0"
         in capsys.readouterr().out
     )
     assert npu_plan.main(["plan", "--python", "python"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert (plan["row"], plan["because"], plan["refused"]) == (
+    assert (plan["row"], plan["because"], plan["blocking"]) == (
         "0.21.0",
         "vllm 0.21.0+empty is installed",
         [],

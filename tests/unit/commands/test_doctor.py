@@ -65,7 +65,7 @@ def test_more_workers_than_cores_is_only_a_note(cfg: Config, monkeypatch: pytest
     cfg.trainer.n_student_workers = 2
     (cores,) = [finding for finding in diagnose(cfg) if finding.what == "cores"]
     assert cores.level == "note"
-    assert "they will share cores" in cores.remedy
+    assert "some will share cores" in cores.remedy
 
 
 def test_the_exit_code_says_whether_a_run_can_start(
@@ -99,7 +99,7 @@ def test_the_ascend_stack_is_compared_on_npus_only(cfg: Config, monkeypatch: pyt
     )
     assert (error.level, error.seen) == (
         "error",
-        "triton: upstream 3.5.0 beside triton-ascend, which owns the same import",
+        "triton: upstream 3.5.0 beside triton-ascend, which has the same module",
     )
     assert "./install_npu.sh" in error.remedy
     whole = stack.Machine(

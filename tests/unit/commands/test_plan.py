@@ -50,12 +50,12 @@ def test_a_draft_out_of_reach_leaves_only_memory_out(
     plan(cfg)
     out = capsys.readouterr().out
     assert "trainer rank 0, engine 0" in out
-    assert "memory: not estimated (draft.path=/no/such/draft: neither a directory" in out
+    assert "memory: not estimated (draft.path=/no/such/draft is neither a directory" in out
 
 
 def test_a_draft_that_is_here_and_unreadable_is_an_error(cfg: Config, tmp_path: Path) -> None:
     cfg.draft.path = str(tmp_path)
-    with pytest.raises(ConfigError, match=r"no config\.json there"):
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
         plan(cfg)
 
 

@@ -179,7 +179,7 @@ def test_what_works_passes(recipe: str, overrides: list[str]) -> None:
         ),
     ],
 )
-def test_what_cannot_work_is_refused(recipe: str, overrides: list[str], parts: list[str]) -> None:
+def test_what_cannot_work_is_an_error(recipe: str, overrides: list[str], parts: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         _check(recipe, *overrides)
     text = str(caught.value)

@@ -18,7 +18,7 @@ def test_every_restart_is_logged_and_the_last_one_ends_the_run(caplog: pytest.Lo
     restarts.spend("engine 0 is lost (a)")
     restarts.spend("trainer rank 1 died (b)")
     with pytest.raises(
-        RestartsExhausted, match=r"engine 1 is lost \(c\), and trainer.max_restarts=2 are used up"
+        RestartsExhausted, match=r"engine 1 is lost \(c\), and trainer.max_restarts=2 is used up"
     ):
         restarts.spend("engine 1 is lost (c)")
     assert caplog.messages == [

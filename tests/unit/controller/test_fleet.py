@@ -73,7 +73,7 @@ def test_only_what_is_missing_is_run_again_and_the_order_is_kept(caplog: pytest.
 
 def test_aborts_without_an_end_stop_the_run():
     made = fleet([([sample(name, "abort") for name in "abc"], False)])
-    with pytest.raises(RolloutError, match="none of 3 samples came back, a among them"):
+    with pytest.raises(RolloutError, match="all 3 samples were aborted, a among them"):
         made.generate(PROMPTS, {}, 0)
 
 
@@ -81,7 +81,7 @@ def test_another_target_in_an_engine_is_named():
     made = object.__new__(Fleet)
     made._target, made._target_checksums = "abc", lambda: ["abc", "abd"]
     with pytest.raises(
-        WeightSyncError, match=r"engine 1 does not hold the target .*checksum abd, there abc"
+        WeightSyncError, match=r"engine 1 does not hold the target .*checksum abd, expected abc"
     ):
         made.prove_target()
     made._target_checksums = lambda: ["abc", "abc"]
@@ -127,7 +127,7 @@ def test_a_number_is_what_can_be_trained_on():
     )
 
 
-def test_a_lost_node_is_no_lost_engine(monkeypatch: pytest.MonkeyPatch):
+def test_a_lost_node_is_not_a_lost_engine(monkeypatch: pytest.MonkeyPatch):
     """An engine that does not answer may be the first sign of a lost node: nothing is spent on
     starting it where nothing can start.
     """
@@ -222,7 +222,7 @@ def test_a_lost_teacher_is_replaced_in_place_and_every_agent_loop_gets_the_new_o
     assert made.counts == {"engine_restarts": 0, "teacher_restarts": 1}
     assert made._restarts.left == 1
     assert "teacher 2 is lost" in caplog.messages[0]
-    assert caplog.messages[1] == "teacher 2 (math) is replaced (1 s)"
+    assert caplog.messages[1] == "teacher 2 (math) was replaced in 1 s"
     assert not made.replace_failed(), "the new one is healthy"
 
 

@@ -37,8 +37,8 @@ def cfg(tiny_llama_dir: Path, tmp_path: Path) -> Config:
 
 
 def test_a_draft_remembers_its_template_mode_and_another_one_is_noted(cfg: Config, tmp_path: Path):
-    """A7: a draft trained on thinking text loses most of its acceptance without it, and nobody
-    remembers which it was.
+    """A7: a draft trained on thinking text loses most of its acceptance without it, so the
+    draft records which it was.
     """
     cfg.data.apply_chat_template_kwargs = {"enable_thinking": False}
     first = prepare(cfg)
@@ -76,7 +76,7 @@ def test_teachers_need_the_targets_vocabulary(cfg: Config, tiny_qwen3_dir: Path,
     cfg.teacher.models = {"other": str(foreign)}
     with pytest.raises(
         ValueError,
-        match=r"teacher.models.other=.* has another vocabulary than the target .*something_else",
+        match=r"teacher.models.other=.* has a different vocabulary from the target.*something_else",
     ):
         prepare(cfg)
 

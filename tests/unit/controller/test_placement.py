@@ -61,7 +61,7 @@ def placed(
 
 
 @pytest.mark.parametrize("device", ["cuda", "npu"])
-def test_trainer_and_server_share_a_device_that_nobody_else_has(
+def test_trainer_and_server_share_a_device_that_no_other_worker_has(
     device: str, cluster: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """F6: an actor that names no device sees none, or all of them sit on the first."""
@@ -79,7 +79,7 @@ def test_trainer_and_server_share_a_device_that_nobody_else_has(
     placement.close()
 
 
-def test_on_a_cpu_no_device_is_asked_for(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_cpu_no_device_is_requested(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
     placement = placed(monkeypatch, "cpu", 2)
     options: dict[str, Any] = placement.actor_options(0)
     assert "num_gpus" not in options

@@ -84,7 +84,7 @@ def test_one_bad_sample_is_dropped_and_counted_and_many_end_the_run(
     assert made.dropped == 1
     assert caplog.messages == ["dropped 1 of 10 samples: log-probs that are not numbers"]
     with pytest.raises(
-        RolloutError, match="2 of 10 samples carry log-probs that are not numbers: x, y"
+        RolloutError, match="2 of 10 samples have log-probs that are not numbers: x, y"
     ):
         made.next_batch()
 

@@ -51,7 +51,7 @@ def test_after_a_death_it_starts_again_where_it_started_until_there_is_a_newer_c
 
 
 def test_used_up_restarts_end_it_whatever_their_message():
-    with pytest.raises(RestartsExhausted, match=r"b, and trainer\.max_restarts=1 are used up"):
+    with pytest.raises(RestartsExhausted, match=r"b, and trainer\.max_restarts=1 is used up"):
         go(Starts(WorkerDied("a"), WorkerDied("b"), restarts=1))
     used_up = Starts(RestartsExhausted("inside the fleet"), None)
     with pytest.raises(RestartsExhausted, match="inside the fleet"):
@@ -65,7 +65,7 @@ def test_what_cannot_start_again_names_the_line_that_continues():
     with pytest.raises(ConfigError, match="too small"):
         go(Starts(ConfigError("too small")))
     with pytest.raises(
-        WorkerDied, match="cannot start again: too small\nthe newest checkpoint is the newest"
+        WorkerDied, match="the run cannot restart: too small\nthe newest checkpoint is the newest"
     ):
         go(Starts(WorkerDied("a"), ConfigError("too small")))
 

@@ -179,7 +179,7 @@ def test_a_failed_check_ends_the_run_with_what_is_known(cfg: Config):
         update.check([measured])
 
 
-def test_policy_terms_are_added_when_they_are_asked_for(cfg: Config):
+def test_policy_terms_are_added_when_they_are_configured(cfg: Config):
     plain = on_policy(cfg, [], 1)
     (update,) = plain.updates(0, plain.collect(0, nothing))
     assert {item.old_logprobs for item in update.items} == {()}

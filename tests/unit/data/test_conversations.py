@@ -189,8 +189,8 @@ def test_a_set_without_anything_to_learn_is_an_error(tmp_path: Path) -> None:
     """A1: an all-zero mask trains happily."""
     with pytest.raises(
         ConfigError,
-        match=r"no conversation is left of .*2 rows read, 0 dropped for more than 999 tokens, "
-        r"2 for nothing to learn",
+        match=r"no conversation of .* is left: 2 rows read, 0 dropped with more than 999 tokens, "
+        r"2 dropped with nothing to learn",
     ):
         load(write(tmp_path / "a.jsonl", turns("a"), turns("b")), tokenizer_of("smollm2"))
 
@@ -204,7 +204,7 @@ def test_an_unknown_role_is_named(tmp_path: Path) -> None:
         load(write(tmp_path / "a.jsonl", turns("a", "b"), row), tokenizer_of("smollm2"))
 
 
-def test_turns_without_a_stop_token_are_said(tmp_path: Path) -> None:
+def test_turns_without_a_stop_token_are_reported(tmp_path: Path) -> None:
     """A18: such a draft would propose endless text."""
     tokenizer = tokenizer_of("llama3")
     file = write(tmp_path / "a.jsonl", turns("hi", "yo"))
@@ -235,7 +235,7 @@ def test_every_stop_token_of_the_target_counts(tiny_qwen3_dir: Path, tmp_path: P
     assert stop_token_ids(str(tmp_path / "none"), config, tokenizer) == {5, tokenizer.eos_token_id}
 
 
-def test_a_tokenizer_that_gives_no_positions_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_that_gives_no_positions_is_unsupported(tmp_path: Path) -> None:
     plain = tokenizer_of("smollm2")
     plain.chat_template = None
     with pytest.raises(

@@ -87,7 +87,7 @@ def test_nothing_left_after_filters(tmp_path: Path, tokenizer: PreTrainedTokeniz
     file = _write(tmp_path / "a.jsonl", _user("x"), _user("y"))
     with pytest.raises(
         ConfigError,
-        match=r"a\.jsonl: 2 rows read, 2 dropped for more than 3 prompt tokens; raise "
+        match=r"a\.jsonl is left: 2 rows read, 2 dropped with more than 3 prompt tokens; raise "
         r"data\.max_prompt_length",
     ):
         load_prompts([file], tokenizer, max_prompt_length=3)
@@ -102,7 +102,7 @@ def test_nothing_left_after_filters(tmp_path: Path, tokenizer: PreTrainedTokeniz
         ("[1, 2]", "must be a JSON object, not list"),
         (
             {"question": "x", "answer": "y"},
-            "row has no 'prompt' .it has question, answer.; data.prompt_key",
+            "the row has no field 'prompt' .it has question, answer.; set data.prompt_key",
         ),
         ({"prompt": []}, "non-empty list of messages"),
         ({"prompt": [{"role": "user"}]}, "messages with role and content"),
@@ -119,7 +119,7 @@ def test_bad_rows_name_file_and_line(
         load_prompts([file], tokenizer, max_prompt_length=100)
 
 
-def test_few_rows_that_the_template_refuses_are_counted_and_many_are_an_error(
+def test_few_rows_that_the_template_rejects_are_counted_and_many_are_an_error(
     tmp_path: Path,
 ) -> None:
     """A11: one bad row must neither end the run nor vanish."""

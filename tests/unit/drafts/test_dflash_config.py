@@ -1,5 +1,5 @@
-"""DFlash config.json: what is derived, what public files look like, what is refused and in which
-words.
+"""DFlash config.json: what is derived, what public files look like, what is unsupported, and the
+messages.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def test_rope_theta_is_never_guessed() -> None:
         ),
     ],
 )
-def test_variants_that_replay_does_not_reproduce_are_refused(
+def test_variants_that_replay_does_not_reproduce_are_unsupported(
     change: dict[str, Any], named: str
 ) -> None:
     config = draft_config()

@@ -80,7 +80,7 @@ def test_every_difference_of_a_weight_file_is_named(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["lm_head__weight", "embed_tokens__weight"])
-def test_a_draft_with_a_head_or_embedding_of_its_own_is_refused(saved: Path, name: str) -> None:
+def test_a_draft_with_a_head_or_embedding_of_its_own_is_unsupported(saved: Path, name: str) -> None:
     """The engine would draft with it, training scores with the target's."""
     _rewrite(saved, **{name: torch.zeros(97, 32)})
     with pytest.raises(ConfigError, match=f"unexpected {name.replace('__', '.')}"):
@@ -109,7 +109,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         FAMILY.load_weights(build_draft(draft_config()), str(tmp_path))
 
 
-def test_a_separate_mask_embedding_is_refused(saved: Path) -> None:
+def test_a_separate_mask_embedding_is_unsupported(saved: Path) -> None:
     (saved / "mask_embedding.pt").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"mask_embedding\.pt"):
         FAMILY.load_config(str(saved))

@@ -191,7 +191,7 @@ def test_files_hold_the_public_names_and_neither_embedding_nor_head(
     FAMILY.load_weights(again, str(tmp_path / "out"))
 
 
-def test_judged_proposals_are_the_accepted_ones_and_the_first_refused_one() -> None:
+def test_verified_proposals_are_the_accepted_ones_and_the_first_rejected_one() -> None:
     """Of four drafted: two accepted, then all, then none."""
     events: list[Event] = [
         (2, [11, 12, 13, 14], [-1.0, -2.0]),
@@ -330,7 +330,7 @@ def test_confidence_does_not_depend_on_the_micro_batches(root: Path, one_rank: N
         ({"vocab_size": 60}, K, f"vocab_size is 60 in the draft and {VOCAB}"),
     ],
 )
-def test_what_would_not_be_replayed_is_refused(
+def test_what_would_not_be_replayed_is_unsupported(
     change: dict[str, Any], tokens: int, named: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -352,7 +352,7 @@ def test_derived_config_and_block() -> None:
     )
 
 
-def test_copies_of_the_targets_embedding_and_head_are_left_out_and_others_refused(
+def test_copies_of_the_targets_embedding_and_head_are_left_out_and_others_unsupported(
     tmp_path: Path,
 ) -> None:
     table = torch.randn(VOCAB, 32, generator=torch.Generator().manual_seed(9)).bfloat16().float()

@@ -202,8 +202,8 @@ def test_gradient_checkpointing_changes_nothing() -> None:
 
 
 def test_labels_of_a_drafted_chain_end_with_the_correction() -> None:
-    """Behind the first refused proposal the chain has read other tokens than the response holds:
-    its next token is no label there.
+    """After the first rejected proposal the chain has read other tokens than the response holds:
+    its next token is not a label there.
     """
     plan = planned(worked_sample(), block_size=4, response_span="block", autoregressive=True)
     supervised = [
@@ -258,7 +258,7 @@ def test_a_public_config_without_layers_means_the_engines_default(tmp_path: Path
         ({"intermediate_size": None}, "intermediate_size"),
     ],
 )
-def test_what_would_not_be_replayed_is_refused(change: dict[str, Any], named: str) -> None:
+def test_what_would_not_be_replayed_is_unsupported(change: dict[str, Any], named: str) -> None:
     """C7, C10, B2 and K9 of docs/known_faults.md among them: vocabulary sizes, foreign
     vocabularies, layer ids, a guessed rope base.
     """
@@ -303,7 +303,7 @@ def test_without_a_vocabulary_of_its_own_there_is_no_map() -> None:
     assert FAMILY.vocabulary(eagle_config(), None) is None
 
 
-def test_an_embedding_of_its_own_is_refused_and_the_targets_is_not(tmp_path: Path) -> None:
+def test_an_embedding_of_its_own_is_unsupported_and_the_targets_is_not(tmp_path: Path) -> None:
     draft, table = (
         eagle_draft(),
         torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(9)).bfloat16().float(),
@@ -317,7 +317,7 @@ def test_an_embedding_of_its_own_is_refused_and_the_targets_is_not(tmp_path: Pat
         FAMILY.load_weights(eagle_draft(), str(tmp_path / "other"), {"embed_tokens.weight": table})
 
 
-def test_a_pruned_head_without_its_map_is_refused(tmp_path: Path) -> None:
+def test_a_pruned_head_without_its_map_is_an_error(tmp_path: Path) -> None:
     state = pruned_draft().state_dict()
     del state["d2t"]
     write_draft(state, eagle_config(draft_vocab_size=len(PROPOSABLE)), tmp_path / "draft")
@@ -386,7 +386,7 @@ def test_tokens_are_mapped_into_the_draft_vocabulary() -> None:
         ({"block_size": 5}, "block_size=5"),
     ],
 )
-def test_keys_that_mean_nothing_here_are_refused(keys: dict[str, int], named: str) -> None:
+def test_keys_that_mean_nothing_here_are_an_error(keys: dict[str, int], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         FAMILY.derive_config(target_config(LlamaConfig), DraftConfig(**keys), 4)
 

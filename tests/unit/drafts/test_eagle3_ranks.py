@@ -35,7 +35,7 @@ FAMILY = get_family("eagle3")
 PROPOSABLE = torch.arange(97)[::2]  # even tokens
 SPLITS = {
     "even": [[0], [1, 2]],
-    "refusals_on_one_rank": [[0, 2], [1]],
+    "rejections_on_one_rank": [[0, 2], [1]],
     "a_rank_without_samples": [[0, 1, 2], []],
 }
 

@@ -232,7 +232,7 @@ def test_no_format_has_a_null(tmp_path: Path) -> None:
     assert "null" not in (out / "config.json").read_text()
 
 
-def test_a_speculators_file_of_another_algorithm_or_anchor_is_refused(tmp_path: Path) -> None:
+def test_a_speculators_file_of_another_algorithm_or_anchor_is_an_error(tmp_path: Path) -> None:
     _, out = exported(tmp_path, *CASES["dflash"], "speculators")
     with pytest.raises(
         ConfigError, match=r"speculators_model_type='dflash': use draft\.family=dflash"

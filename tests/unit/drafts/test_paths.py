@@ -14,6 +14,6 @@ def test_what_is_neither_directory_nor_reachable_repository_is_named(
 ):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(
-        ConfigError, match=f"draft.path={path}: neither a directory nor a hub repository"
+        ConfigError, match=f"draft.path={path} is neither a directory nor a hub repository"
     ):
         local_directory(path)

@@ -1,8 +1,8 @@
 """What the recorder, the loader and the phases rely on inside engines, held against real engine
 sources, read and not imported.
 
-vLLM as it is installed here, and the vllm-ascend 0.21.0rc1 wheel from the package index: a seam
-that moved fails; an index out of reach skips.
+vLLM as installed here, and the vllm-ascend 0.21.0rc1 wheel from the package index: a hook whose
+place moved fails a test; without the index the tests are skipped.
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ RUNNER = {
 }
 
 
-def test_the_v1_seam_is_where_the_recorder_looks(vllm: Path) -> None:
-    """F1, S6: `_sample(logits, spec_decode_metadata)`, -1 behind the accepted tokens, chunked
+def test_the_v1_sampler_is_where_the_recorder_hooks_in(vllm: Path) -> None:
+    """F1, S6: `_sample(logits, spec_decode_metadata)`, -1 after the accepted tokens, chunked
     prompts in a mask.
     """
     source = Source(vllm / "v1" / "worker" / "gpu_model_runner.py")
@@ -160,7 +160,7 @@ def test_the_v1_seam_is_where_the_recorder_looks(vllm: Path) -> None:
     )
 
 
-def test_the_v2_seam_is_where_the_recorder_looks(vllm: Path) -> None:
+def test_the_v2_sampler_is_where_the_recorder_hooks_in(vllm: Path) -> None:
     runner = Source(vllm / "v1" / "worker" / "gpu" / "model_runner.py").cls("GPUModelRunner")
     assert runner.methods["sample"] == ["hidden_states", "input_batch", "grammar_output"]
     assert "_sample" not in runner.methods
@@ -208,7 +208,7 @@ def test_the_front_end_has_the_calls_of_the_phases(vllm: Path) -> None:
     assert {"errored", "dead_error", "shutdown"} <= engine.methods.keys()
 
 
-def test_the_ascend_runner_has_the_same_seam(ascend: Path) -> None:
+def test_the_ascend_runner_is_hooked_at_the_same_place(ascend: Path) -> None:
     """The subclass overrides `_sample`, so wrapping its base would see nothing: the recorder wraps
     the class that owns it.
     """
@@ -235,7 +235,7 @@ def test_the_ascend_sampler_pads_as_vllm_does(ascend: Path) -> None:
     assert "(batch_size, max_spec_len + 1)" in source
 
 
-def test_lossy_modes_of_ascend_are_called_as_they_are_refused(ascend: Path) -> None:
+def test_lossy_modes_of_ascend_have_the_names_that_are_checked(ascend: Path) -> None:
     config = Source(ascend / "ascend_config.py")
     assert config.cls("AscendConfig").attributes >= {
         "enable_reduce_sample",
@@ -249,7 +249,7 @@ def test_lossy_modes_of_ascend_are_called_as_they_are_refused(ascend: Path) -> N
 
 
 def test_ascend_sleeps_on_the_conditions_that_are_set(ascend: Path) -> None:
-    """Level 2 keeps the target's buffers only; waking refuses the NZ layout; the allocator refuses
+    """Level 2 keeps the target's buffers only; waking rejects the NZ layout; the allocator rejects
     expandable segments.
     """
     worker = Source(ascend / "worker" / "worker.py")

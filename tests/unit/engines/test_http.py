@@ -50,7 +50,7 @@ def test_every_path_but_health_and_metrics_needs_the_key():
     assert call("/v1/realtime", None, "websocket") == [{"type": "websocket.close", "code": 1008}]
 
 
-def test_more_requests_than_the_rate_are_refused_until_there_is_room_again(
+def test_more_requests_than_the_rate_are_rejected_until_there_is_room_again(
     monkeypatch: pytest.MonkeyPatch,
 ):
     now = [100.0]
@@ -83,7 +83,7 @@ def test_more_requests_than_the_rate_are_refused_until_there_is_room_again(
     assert ask(9) == 9, "requests that need no key use up nothing of the rate"
 
 
-def test_a_body_that_is_too_long_is_refused_announced_or_not():
+def test_a_body_that_is_too_long_is_rejected_with_or_without_its_length():
     async def post(
         headers: list[tuple[bytes, bytes]], parts: list[bytes]
     ) -> tuple[list[Any], list[Any]]:

@@ -51,7 +51,7 @@ def test_no_device_sleeps_so_deep_that_the_frozen_target_is_lost():
     }
 
 
-def test_sleep_mode_is_asked_for_where_the_device_has_it():
+def test_sleep_mode_is_on_where_the_device_has_it():
     assert "enable_sleep_mode" not in engine_arguments(settings())
     for device in ("cuda", "npu"):
         assert engine_arguments(settings(Host(device=device)))["enable_sleep_mode"] is True

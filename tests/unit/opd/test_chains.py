@@ -73,7 +73,7 @@ def test_every_row_has_read_what_the_draft_had(rollout: Rollout) -> None:
     assert chains.count == count_chains(plan)
 
 
-def test_a_gap_in_a_refused_suffix_is_refused() -> None:
+def test_a_gap_in_a_rejected_suffix_is_an_error() -> None:
     plan = replace(
         worked_item().plan,
         rejected_block=(0, 0),

@@ -120,7 +120,7 @@ def test_full_anchor(anchor, full):
     assert full_anchor(5, anchor) == full
 
 
-def test_an_anchor_before_the_last_prompt_token_is_refused():
+def test_an_anchor_before_the_last_prompt_token_is_an_error():
     with pytest.raises(ValueError, match="anchor -2"):
         full_anchor(5, -2)
 
@@ -144,7 +144,7 @@ def test_an_anchor_before_the_last_prompt_token_is_refused():
         ({"rejected_logprob": (-1.0,)}, "5 rejected tokens came with 1 target log-probs"),
     ],
 )
-def test_a_plan_that_does_not_fit_its_sample_is_refused(change, message):
+def test_a_plan_that_does_not_fit_its_sample_is_an_error(change, message):
     item = worked_item()
     with pytest.raises(ValueError, match=message):
         build_layout([replace(item, plan=replace(item.plan, **change))])
@@ -233,7 +233,7 @@ def test_micro_batches_hold_every_sample_once_within_the_budget(shapes, budget, 
     assert split_micro_batches(shuffled, budget) == batches
 
 
-def test_warmup_blocks_lay_out_as_well():
+def test_sft_blocks_lay_out_as_well():
     sample = make_sample([], range(100, 106), prompt=[1, 2])
     layout = build_layout(
         [

@@ -319,7 +319,7 @@ def test_totals_of_the_worked_example():
 
 
 @pytest.mark.parametrize("name", ["response_loss", "rejected_loss", "convention"])
-def test_an_unknown_name_is_refused(name):
+def test_an_unknown_name_is_an_error(name):
     with pytest.raises(ValueError, match=f"{name}='mse' is not one of"):
         loss_settings(**{name: "mse"})
 

@@ -24,7 +24,7 @@ def rejected(plan: BlockPlan) -> list[tuple[int, int, int]]:
     return [(plan.anchors[block], offset, token) for block, offset, token in entries]
 
 
-WORKED_REFUSED = [(0, 2, 902), (0, 3, 903), (6, 1, 931), (6, 2, 932), (6, 3, 933)]
+WORKED_REJECTED = [(0, 2, 902), (0, 3, 903), (6, 1, 931), (6, 2, 932), (6, 3, 933)]
 
 
 def test_exact_plan_of_the_worked_example():
@@ -34,7 +34,7 @@ def test_exact_plan_of_the_worked_example():
     # slot; step 3: the correction
     assert supervised(plan) == [(0, 1), (0, 2), (2, 1), (2, 2), (2, 3), (6, 1)]
     assert plan.response_label == (11, 12, 13, 14, 15, 17)
-    assert rejected(plan) == WORKED_REFUSED
+    assert rejected(plan) == WORKED_REJECTED
     assert plan.rejected_logprob == (-2.5, -3.5, -4.0, -5.0, -6.0)
 
 
@@ -44,7 +44,7 @@ def test_draft_opd_plan_of_the_worked_example():
     assert plan.anchors == (-1, 0, 2, 6)
     assert supervised(plan) == [(-1, 1), (-1, 2), (-1, 3), (2, 1), (2, 2), (2, 3), (6, 1)]
     assert plan.response_label == (10, 11, 12, 13, 14, 15, 17)
-    assert rejected(plan) == WORKED_REFUSED
+    assert rejected(plan) == WORKED_REJECTED
 
 
 def test_block_span_reaches_to_the_end_of_block_or_response():
@@ -99,13 +99,13 @@ def test_anchor_cap_is_even_and_keeps_the_last(limit, kept):
     assert [anchor for anchor, _, _ in rejected(plan)] == list(range(10))
 
 
-def test_capped_anchors_without_refusals_leave_no_block_behind():
+def test_capped_anchors_without_rejections_leave_no_block_behind():
     sample = make_sample([(2, [101 + 3 * i, 102 + 3 * i], []) for i in range(4)], range(100, 113))
     plan = planned(sample, block_size=3, max_response_anchors=2)
     assert plan.anchors == (0, 9)
 
 
-def test_unknown_choices_are_refused():
+def test_unknown_choices_are_an_error():
     with pytest.raises(ValueError, match="convention='upstream'"):
         planned(worked_sample(), block_size=4, convention="upstream")
     with pytest.raises(ValueError, match="response_span='line'"):
@@ -146,7 +146,7 @@ def test_exact_segments_supervise_each_token_with_a_slot_once(rollout: Rollout, 
     st.integers(0, 4),
 )
 @UNHURRIED
-def test_refusals_are_the_same_under_every_convention(
+def test_rejections_are_the_same_under_every_convention(
     rollout: Rollout, block_size: int, convention: str, span: str, cap: int
 ):
     plan = planned(
@@ -181,7 +181,7 @@ def test_exact_block_span_fills_every_block(rollout: Rollout, block_size: int):
     ]
 
 
-def test_warmup_blocks_reach_to_the_end_of_block_or_response():
+def test_sft_blocks_reach_to_the_end_of_block_or_response():
     plan = plan_sft(
         make_sample([], range(100, 106)),
         block_size=4,
@@ -207,7 +207,7 @@ def test_warmup_blocks_reach_to_the_end_of_block_or_response():
     assert plan.rejected_block == ()
 
 
-def test_warmup_anchors_are_distinct_uniform_and_depend_on_the_rng_alone():
+def test_sft_anchors_are_distinct_uniform_and_depend_on_the_rng_alone():
     sample = make_sample([], range(100, 111))
     counts: Counter[int] = Counter()
     for step in range(2000):
@@ -226,7 +226,7 @@ def test_warmup_anchors_are_distinct_uniform_and_depend_on_the_rng_alone():
 
 
 @pytest.mark.parametrize("length", [0, 1])
-def test_warmup_of_a_response_with_nothing_to_predict_is_empty(length):
+def test_sft_of_a_response_with_nothing_to_predict_is_empty(length):
     plan = plan_sft(
         make_sample([], range(length)), block_size=4, anchors_per_sample=3, rng=item_rng(1, 0, "a")
     )
@@ -258,7 +258,7 @@ def test_counts_of_the_worked_example():
     assert counts["perf/total_num_tokens"] == 13
 
 
-def test_anchors_for_refusals_alone_are_not_counted_as_response_anchors():
+def test_anchors_for_rejections_alone_are_not_counted_as_response_anchors():
     sample = worked_sample()
     counts = plan_counts(planned(sample, block_size=4, convention="draft_opd"), sample).finish()
     assert counts[PREFIX + "valid_anchor_count"] == 3
@@ -320,22 +320,22 @@ def test_the_cap_applies_to_what_the_stride_left():
     assert [anchor for anchor, _ in supervised(plan)] == [0, 9]
 
 
-def test_only_the_first_refused_token_of_each_block():
+def test_only_the_first_rejected_token_of_each_block():
     plan = planned(worked_sample(), block_size=4, rejected_first_only=True)
     assert rejected(plan) == [(0, 2, 902), (6, 1, 931)]
     assert plan.rejected_logprob == (-2.5, -4.0)
 
 
 @pytest.mark.parametrize(("limit", "kept"), [(1, 1), (2, 2), (4, 4), (5, 5), (9, 5), (0, 5)])
-def test_refused_tokens_per_sample_are_the_first_in_order(limit: int, kept: int):
+def test_rejected_tokens_per_sample_are_the_first_in_order(limit: int, kept: int):
     plan = planned(worked_sample(), block_size=4, max_rejected_tokens=limit)
-    assert rejected(plan) == WORKED_REFUSED[:kept]
+    assert rejected(plan) == WORKED_REJECTED[:kept]
 
 
 def test_a_limit_drops_the_blocks_it_empties_but_no_response_block():
     plan = planned(worked_sample(), block_size=4, convention="draft_opd", max_rejected_tokens=3)
     assert plan.anchors == (-1, 0, 2, 6)
-    assert rejected(plan) == WORKED_REFUSED[:3]
+    assert rejected(plan) == WORKED_REJECTED[:3]
 
 
 @given(rollouts(), st.integers(2, 7), st.sampled_from(["exact", "draft_opd"]), st.integers(0, 99))

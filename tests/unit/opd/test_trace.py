@@ -138,7 +138,7 @@ def test_a_response_without_verify_steps_has_all_keys_and_no_accept_length():
         (-1, [1], [-1.0, -1.0]),
     ],
 )
-def test_an_event_that_contradicts_itself_is_refused(accepted, drafted, logprobs):
+def test_an_event_that_contradicts_itself_is_an_error(accepted, drafted, logprobs):
     with pytest.raises(
         ValueError,
         match=f"impossible verify step at anchor 0: {len(drafted)} drafted, {accepted} accepted",
@@ -162,7 +162,7 @@ def test_check_names_the_accepted_proposal_that_differs():
         check_trace(worked_sample().trace, wrong)
 
 
-def test_check_does_not_compare_refused_proposals_or_those_past_the_end():
+def test_check_does_not_compare_rejected_proposals_or_those_past_the_end():
     trace = trace_from_events([(2, [11, 12, 903], [-1.0])], 2)
     check_trace(trace, [10, 11])
 
@@ -189,8 +189,8 @@ def test_check_names_the_position_where_committed_tokens_do_not_add_up(steps, dr
         check_trace(trace, [100, 101, 102, 103, 104])
 
 
-def test_check_refuses_another_response_length():
-    with pytest.raises(ValueError, match=r"trace of 8 tokens .* 7 tokens"):
+def test_check_rejects_another_response_length():
+    with pytest.raises(ValueError, match=r"trace covers 8 tokens and the response has 7"):
         check_trace(worked_sample().trace, WORKED_RESPONSE[:7])
 
 
@@ -206,7 +206,7 @@ def test_check_refuses_another_response_length():
         (
             "dflash_replay_block_drafted_token_ids",
             [1] * 8,
-            "drafted_token_ids has 8 .* blocks of 9 proposals with 4 accepted",
+            "drafted_token_ids has 8 .* blocks have 9 proposals, 4 of them accepted",
         ),
         ("dflash_replay_block_refused_logprobs", [-1.0] * 4, "refused_logprobs 4 entries"),
         ("dflash_replay_block_accepted_lengths", [4, 3, -3], "impossible verify step at anchor 0"),
@@ -217,7 +217,7 @@ def test_check_refuses_another_response_length():
         ),
     ],
 )
-def test_wire_lists_that_disagree_are_refused(key, value, message):
+def test_wire_lists_that_disagree_are_an_error(key, value, message):
     with pytest.raises(ValueError, match=message):
         from_extra_fields({**WORKED_FIELDS, key: value}, 8)
 
@@ -228,7 +228,7 @@ def test_a_missing_wire_key_is_named(key):
         from_extra_fields({name: value for name, value in WORKED_FIELDS.items() if name != key}, 8)
 
 
-def test_a_refused_proposal_that_replaces_itself_is_no_exact_verification():
+def test_a_rejected_proposal_that_replaces_itself_is_not_exact_verification():
     """D6: lossy acceptance, or a broken sampler, puts rollouts off the target's distribution
     without an error.
     """

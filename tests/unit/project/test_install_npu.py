@@ -255,7 +255,7 @@ def test_the_second_supported_container(machine: Machine) -> None:
     assert "Ascend stack, vllm 0.23.0 (vllm 0.23.0+empty is installed)" in done.stdout
 
 
-def test_without_torch_it_refuses_and_says_what_to_do(machine: Machine) -> None:
+def test_without_torch_it_stops_and_prints_what_to_do(machine: Machine) -> None:
     done, calls = machine.install(SMALL).run(SOC_VERSION="ascend910b1")
     assert done.returncode == 1
     assert calls == []
@@ -318,7 +318,7 @@ def test_engines_of_another_row_are_checked_out_by_tag(machine: Machine) -> None
     assert "vllm-0.23.0+empty" in machine.packages()
 
 
-def test_engines_that_are_there_are_built_when_asked_for(machine: Machine) -> None:
+def test_installed_engines_are_built_on_request(machine: Machine) -> None:
     done, calls = machine.install(
         {**VENDOR, **SMALL, "vllm": "0.18.0+empty", "vllm_ascend": "0.18.0"}
     ).run()
@@ -345,10 +345,10 @@ def test_a_missing_triton_ascend_comes_from_its_own_index(machine: Machine) -> N
     assert calls == [TRITON, PROJECT]
 
 
-def test_another_torch_is_refused(machine: Machine) -> None:
+def test_another_torch_is_an_error(machine: Machine) -> None:
     done, calls = machine.install({**VENDOR, "torch": "2.11.0"}).run()
     assert (done.returncode, calls) == (1, [])
-    assert "torch: 2.11.0, but vllm 0.21.0 goes with 2.10.0" in done.stderr
+    assert "torch: 2.11.0, but vllm 0.21.0 needs 2.10.0" in done.stderr
 
 
 def test_a_cuda_machine_is_sent_elsewhere(machine: Machine) -> None:

@@ -27,28 +27,28 @@ def test_a_healthy_run_says_nothing() -> None:
         ("all_clipped", {"response_length/clip_ratio": 1.0}),
     ],
 )
-def test_a_symptom_is_said_once(symptom: str, change: dict[str, float]) -> None:
+def test_a_symptom_is_reported_once(symptom: str, change: dict[str, float]) -> None:
     diagnosis = Diagnosis()
     assert diagnosis.look(HEALTHY) == []
     assert diagnosis.look({**HEALTHY, **change}) == [symptom]
     assert diagnosis.look({**HEALTHY, **change}) == []
 
 
-def test_a_useless_draft_is_said_after_five_steps_in_a_row() -> None:
+def test_a_useless_draft_is_reported_after_five_steps_in_a_row() -> None:
     diagnosis, useless = Diagnosis(), {**HEALTHY, "opd/rollout/accept_length/mean": 1.02}
     assert [diagnosis.look(useless) for _ in range(4)] == [[]] * 4
     assert diagnosis.look(HEALTHY) == []
     assert [diagnosis.look(useless) for _ in range(5)] == [[], [], [], [], ["useless_draft"]]
 
 
-def test_skipping_every_update_is_said_after_five_steps_in_a_row() -> None:
+def test_skipping_every_update_is_reported_after_five_steps_in_a_row() -> None:
     diagnosis, skipped = Diagnosis(), {"actor/updates": 16.0, "actor/skipped_steps": 16.0}
     assert [diagnosis.look(skipped) for _ in range(4)] == [[]] * 4
     assert diagnosis.look({"actor/updates": 16.0, "actor/skipped_steps": 15.0}) == []
     assert [diagnosis.look(skipped) for _ in range(5)][-1] == ["all_skipped"]
 
 
-def test_a_step_without_measurements_is_no_symptom() -> None:
+def test_a_step_without_measurements_is_not_a_symptom() -> None:
     assert Diagnosis().look({}) == []
 
 

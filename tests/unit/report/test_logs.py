@@ -26,7 +26,7 @@ def test_the_driver_prints_messages_and_writes_them_with_time_and_level(
         log.info("draft [/tmp/a], two\nlines")
         log.warning("%d samples dropped", 3)
         log.debug("not this one")
-        logging.getLogger("somebody.else").warning("nor this one")
+        logging.getLogger("another.package").warning("nor this one")
     log.info("nor this one, afterwards")
     assert capsys.readouterr().out == "draft [/tmp/a], two\nlines\n3 samples dropped\n"
     lines = (tmp_path / "run.log").read_text().splitlines()

@@ -21,15 +21,15 @@ def test_open_describe_and_reopen(tmp_path):
     assert json.loads((run.root / "versions.json").read_text())["torch"]
 
 
-def test_another_runs_folder_is_refused_with_the_difference(tmp_path):
+def test_another_runs_folder_is_an_error_with_the_difference(tmp_path):
     RunDir(tmp_path).open(IDENTITY, resume=True)
-    with pytest.raises(ConfigError, match="draft_config: there '1', now '2'"):
+    with pytest.raises(ConfigError, match="draft_config: was '1', is now '2'"):
         RunDir(tmp_path).open({**IDENTITY, "draft_config": "2"}, resume=True)
 
 
-def test_a_folder_that_is_not_ours_is_refused_and_left_alone(tmp_path):
+def test_a_folder_that_is_not_ours_is_an_error_and_stays_unchanged(tmp_path):
     (tmp_path / "thesis.txt").write_text("precious")
-    with pytest.raises(ConfigError, match="not empty"):
+    with pytest.raises(ConfigError, match="is neither empty nor"):
         RunDir(tmp_path).open(IDENTITY, resume=True)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 

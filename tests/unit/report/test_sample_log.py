@@ -35,8 +35,8 @@ def test_a_response_without_verify_steps_is_plain() -> None:
 def test_the_response_is_what_stands_outside_brackets_and_inside_braces(rollout: Rollout) -> None:
     text = marked(rollout.sample, decode)
     assert re.sub(r"\[\{([^}]*)\}[^]]*\]", r"\1", text) == decode(rollout.sample.response_ids)
-    refused = "".join(re.findall(r"\}([^]]*)\]", text))
-    assert refused == "".join(decode(step.rejected) for step in rollout.sample.trace.steps)
+    rejected = "".join(re.findall(r"\}([^]]*)\]", text))
+    assert rejected == "".join(decode(step.rejected) for step in rollout.sample.trace.steps)
 
 
 def test_one_entry_a_step(tmp_path: Path) -> None:

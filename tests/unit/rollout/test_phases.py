@@ -13,7 +13,7 @@ def test_the_allowed_order_returns_to_rollout():
 
 
 @pytest.mark.parametrize("done", range(len(ORDER)))
-def test_every_other_action_is_refused_and_changes_nothing(done: int):
+def test_every_other_action_is_an_error_and_changes_nothing(done: int):
     for wrong in set(ORDER) - {ORDER[done]}:
         machine = PhaseMachine(3)
         for action in ORDER[:done]:

@@ -139,7 +139,7 @@ def test_sleeping_and_waking_twice_is_once(
     asyncio.run(scenario())
 
 
-def test_a_sleep_that_would_lose_the_target_is_refused_and_changes_nothing(
+def test_a_sleep_that_would_lose_the_target_is_an_error_and_changes_nothing(
     asleep_and_awake: tuple[RolloutServer, DroppingEngine, int],
 ):
     """E1, E2: after level 2 the target answers garbage and everything is accepted."""

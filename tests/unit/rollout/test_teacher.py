@@ -86,22 +86,22 @@ def test_the_source_is_decided_once_from_the_configuration(cfg: Config, expected
         ),
         (
             configured(source="composed", models={"b": "/models/other"}),
-            "does not go with teacher.models={'b': '/models/other'}",
+            "does not work with teacher.models={'b': '/models/other'}",
         ),
         (
             configured("cross_entropy", source="server"),
-            "opd.response_loss=cross_entropy has no use for",
+            "not enough for opd.response_loss=cross_entropy",
         ),
-        (configured("tv", models={"b": "/models/other"}), "opd.response_loss=tv has no use for"),
+        (configured("tv", models={"b": "/models/other"}), "not enough for opd.response_loss=tv"),
         (configured(source="server", temperature=0.6), "rollout.temperature=0.6"),
     ],
 )
-def test_what_no_teacher_can_do_is_refused(cfg: Config, message: str):
+def test_what_no_teacher_supports_is_an_error(cfg: Config, message: str):
     with pytest.raises(ConfigError, match=message.replace("{", "\\{")):
         teacher_models(cfg)
 
 
-def test_a_row_that_names_no_teacher_is_refused_with_its_place(tmp_path: Path):
+def test_a_row_that_names_no_teacher_is_an_error_with_its_place(tmp_path: Path):
     file = tmp_path / "rows.jsonl"
     file.write_text('{"prompt": "a", "domain": "math"}\n{"prompt": "b", "domain": "law"}\n')
 
@@ -113,7 +113,7 @@ def test_a_row_that_names_no_teacher_is_refused_with_its_place(tmp_path: Path):
 
     assert [prompt.teacher_key for prompt in load(["only"])] == ["math", "law"]
     with pytest.raises(
-        ConfigError, match=r"rows.jsonl:2: domain='law' names none of the teachers math, code"
+        ConfigError, match=r"rows.jsonl:2: domain='law' is not one of the teachers math, code"
     ):
         load(["math", "code"])
 
@@ -157,7 +157,7 @@ def test_prompt_logprobs_become_scores_of_the_response():
     [(ROWS, 2, [9, 5], 2), (ROWS, 1, [8, 5], 2), (ROWS, 2, [5, 9], 3), (ROWS[:3], 2, [5, 9], 2)],
     ids=["other tokens", "shifted by one", "too few tokens", "a row is missing"],
 )
-def test_scores_that_are_not_of_this_response_are_refused(
+def test_scores_of_another_response_are_an_error(
     rows: Any, prompt_len: int, response: list[int], top_k: int
 ):
     with pytest.raises(ValueError, match=r"log-prob rows"):
@@ -187,7 +187,7 @@ def test_samples_go_to_the_teacher_their_key_names_spread_over_its_replicas():
         await asyncio.gather(
             *(teachers.score(str(i), key, (1,), (2,)) for i, key in enumerate(keys))
         )
-        with pytest.raises(RolloutError, match="no teacher is named 'law'; there are math, code"):
+        with pytest.raises(RolloutError, match="unknown teacher 'law'; known are math, code"):
             await teachers.score("x", "law", (1,), (2,))
 
     asyncio.run(all_at_once())
@@ -379,7 +379,7 @@ def test_layout_takes_the_scores_at_each_label(models: Path):
     ]
 
 
-def test_a_sample_without_scores_among_scored_ones_is_refused(models: Path):
+def test_a_sample_without_scores_among_scored_ones_is_an_error(models: Path):
     items = scored(make_items(), models, 0)
     with pytest.raises(
         ValueError, match="sample b: teacher scores of 0 tokens for a response of 14"

@@ -43,7 +43,7 @@ def _ids(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_features_are_the_layer_outputs_in_the_order_asked(tmp_path: Path, kind: str) -> None:
+def test_features_are_the_layer_outputs_in_the_requested_order(tmp_path: Path, kind: str) -> None:
     path, ids = _save(tmp_path, kind), _ids(2, 9)
     features = _target(path, [1, 3, 5]).features(ids, torch.tensor([9, 9]))
     states = AutoModelForCausalLM.from_pretrained(path)(
@@ -114,7 +114,7 @@ def test_the_head_takes_no_memory_of_its_own(tmp_path: Path, tied: bool) -> None
     assert (head.data_ptr() == table.data_ptr()) == tied
 
 
-def test_frozen_and_in_the_dtype_asked(tmp_path: Path) -> None:
+def test_frozen_and_in_the_requested_dtype(tmp_path: Path) -> None:
     path = _save(tmp_path)
     target = _target(path, [1, 2], "bfloat16")
     features = target.features(_ids(1, 5), torch.tensor([5]))

@@ -44,7 +44,7 @@ def test_free_tokens_pass() -> None:
 
 
 @pytest.mark.parametrize("mask", [0, 1, EOS_TOKEN_ID, 100])
-def test_tokens_in_use_are_refused_with_candidates(mask: int) -> None:
+def test_tokens_in_use_are_an_error_with_candidates(mask: int) -> None:
     token = tiny_tokenizer().convert_ids_to_tokens(mask)
     with pytest.raises(ConfigError) as caught:
         check_mask_token(mask, tiny_tokenizer(), VOCAB_SIZE)
@@ -53,7 +53,7 @@ def test_tokens_in_use_are_refused_with_candidates(mask: int) -> None:
 
 
 @pytest.mark.parametrize("mask", [-1, VOCAB_SIZE])
-def test_a_mask_token_without_an_embedding_row_is_refused(mask: int) -> None:
+def test_a_mask_token_without_an_embedding_row_is_an_error(mask: int) -> None:
     with pytest.raises(
         ConfigError,
         match=f"draft.mask_token_id={mask} is not a row of the target's {VOCAB_SIZE}-row embedding",

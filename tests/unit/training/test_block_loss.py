@@ -25,7 +25,7 @@ TV = varied(SPEC, response_loss="e2e_tv", rejected_stream_weight=0.0, response_p
 
 
 def block_items() -> list[TrainItem]:
-    """Refused proposals stand where an engine refuses them: before the response ends."""
+    """Rejected proposals are where an engine rejects them: before the response ends."""
     a, b, _, d = make_items()
     return [
         a,
@@ -50,7 +50,7 @@ def reference(
         aux = torch.cat([output.hidden_states[i + 1] for i in ids_of], -1)
         for block, anchor in enumerate(plan.anchors):
             full = len(item.prompt_ids) + anchor
-            refused = {
+            rejected = {
                 o: t
                 for b, o, t in zip(
                     plan.rejected_block, plan.rejected_offset, plan.rejected_token, strict=True
@@ -62,8 +62,8 @@ def reference(
                 for b, o in zip(plan.response_block, plan.response_offset, strict=True)
                 if b == block
             ]
-            first = min(refused) if refused else None
-            offsets = [*range(1, first), *sorted(refused)] if refused else labelled
+            first = min(rejected) if rejected else None
+            offsets = [*range(1, first), *sorted(rejected)] if rejected else labelled
             slots = torch.tensor([[[ids[full], *[MASK] * (BLOCK - 1)]]])
             hidden = FAMILY.replay(
                 draft, aux, embed(slots), make_layout([len(ids)], [[full]], BLOCK)
@@ -75,7 +75,7 @@ def reference(
             )
             for offset in offsets:
                 known = ids[: full + (offset if first is None else min(offset, first))]
-                prefix = known + [refused[o] for o in range(first or offset, offset)]
+                prefix = known + [rejected[o] for o in range(first or offset, offset)]
                 with torch.no_grad():
                     p = torch.softmax(
                         target(torch.tensor([prefix])).logits[0, -1].double() / temperature, -1
@@ -124,7 +124,7 @@ def test_a_source_that_cannot_read_branches_is_named(models: Path, one_rank: Non
     trainer = make_trainer(models)
     blind = SimpleNamespace(reads_branches=False)
     trainer.objective = replace(trainer.objective, branches=blind)
-    with pytest.raises(ConfigError, match="e2e_tv has the target read rejected tokens"):
+    with pytest.raises(ConfigError, match="e2e_tv needs the target's features of rejected"):
         trainer.update(block_items(), totals_of(block_items(), TV), TV, LR)
 
 

@@ -92,24 +92,24 @@ def test_an_existing_directory_is_replaced_only_by_force(tmp_path: Path) -> None
     assert content(out) == {**content(new / "draft"), "notes.txt": b"mine"}
 
 
-def test_force_never_touches_what_is_no_draft(tmp_path: Path) -> None:
+def test_force_never_touches_what_is_not_a_draft(tmp_path: Path) -> None:
     checkpoint, photos, file = save(tmp_path / "run", 1), tmp_path / "photos", tmp_path / "file"
     photos.mkdir()
     (photos / "cat.png").write_bytes(b"cat")
     file.write_text("text")
     for out in (photos, file):
-        with pytest.raises(ConfigError, match="is not a draft directory and is left alone"):
+        with pytest.raises(ConfigError, match="is not a draft directory and is not replaced"):
             export_checkpoint(checkpoint, out, force=True)
     assert content(photos) == {"cat.png": b"cat"}
     assert file.read_text() == "text"
 
 
-def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_what_is_not_a_checkpoint_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere is neither a checkpoint nor a run directory"):
         export_checkpoint(tmp_path / "nowhere", tmp_path / "out")
     checkpoint = save(tmp_path / "run", 1)
     (checkpoint / "draft" / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"step_1 holds no draft/model\.safetensors"):
+    with pytest.raises(ConfigError, match=r"step_1 has no draft/model\.safetensors"):
         export_checkpoint(checkpoint, tmp_path / "out")
 
 

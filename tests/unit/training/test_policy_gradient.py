@@ -126,7 +126,7 @@ def test_rewards_are_centred_over_the_batch() -> None:
     ]
 
 
-def test_log_probs_that_do_not_fit_their_labels_are_refused() -> None:
+def test_log_probs_that_do_not_fit_their_labels_are_an_error() -> None:
     sample = worked_sample()
     item = TrainItem(
         sample_id="a",

@@ -40,7 +40,7 @@ FAMILY = get_family("dflash")
 # sample indices per rank, micro-batch budget
 SPLITS: dict[str, tuple[list[list[int]], int]] = {
     "even": ([[0, 3], [1, 2]], 4096),
-    "refusals_on_one_rank": ([[0, 2], [1, 3]], 4096),
+    "rejections_on_one_rank": ([[0, 2], [1, 3]], 4096),
     "a_rank_without_samples": ([[0, 1, 2, 3], []], 4096),
     "a_rank_with_more_micro_batches": ([[0, 1, 2], [3]], 1),
 }
@@ -173,14 +173,14 @@ def plain_loss(
                 value = -q[label].log()
             total = total + value * spec.options.response_position_decay ** (offset - 1)
             weights += spec.options.response_position_decay ** (offset - 1)
-        refused = zip(
+        rejected = zip(
             plan.rejected_block,
             plan.rejected_offset,
             plan.rejected_token,
             plan.rejected_logprob,
             strict=True,
         )
-        for block, offset, token, logprob in refused:
+        for block, offset, token, logprob in rejected:
             ratio = logprob - log_q[block][offset][token]
             assert ratio.exp() - ratio - 1 < 10, "the estimator clamps larger values"
             total = total + (ratio.exp() - ratio - 1) * spec.options.rejected_position_decay ** (
@@ -261,7 +261,7 @@ def test_the_result_does_not_depend_on_the_ranks(
     assert_same(merged([rank[name] for rank in sharded]), expected)
 
 
-# -- what an update refuses ------------------------------------------------------------------------
+# -- what an update rejects ------------------------------------------------------------------------
 
 
 def test_what_is_not_finite_on_one_rank_skips_the_step_on_all(

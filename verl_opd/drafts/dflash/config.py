@@ -129,8 +129,8 @@ def _check_attention(config: Mapping[str, Any]) -> None:
     windows = {window for window, _ in attention}
     if len(windows) > 1:
         raise ConfigError(
-            "this DFlash draft mixes sliding and full attention, which only vLLM's V2 model runner "
-            "serves; V1 is what runs here"
+            "this DFlash draft mixes sliding and full attention, which is not supported: it needs "
+            "vLLM's V2 model runner, and DFlash runs on V1 here"
         )
     window, block = windows.pop(), int(dflash_key(config, "block_size"))
     if window is not None and window < block:
@@ -195,9 +195,9 @@ def _check_block(block: int, num_speculative_tokens: int, allow_mismatch: bool) 
     if num_speculative_tokens != block - 1 and not allow_mismatch:
         raise ConfigError(
             f"draft.block_size={block} differs from rollout.num_speculative_tokens + 1 = "
-            f"{num_speculative_tokens + 1}: replayed blocks would not be the "
-            f"drafted ones; set rollout.num_speculative_tokens={block - 1}, or "
-            f"draft.block_size={num_speculative_tokens + 1} to go on in "
+            f"{num_speculative_tokens + 1}, so training would replay other blocks than the engine "
+            f"drafts: set rollout.num_speculative_tokens={block - 1}, or "
+            f"draft.block_size={num_speculative_tokens + 1} to continue in "
             "shorter blocks, or draft.allow_block_size_mismatch=true"
         )
 
@@ -238,8 +238,8 @@ def _check_supported(config: Mapping[str, Any]) -> None:
 
 
 def with_block(config: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """The same draft in shorter blocks: a slot sees those of its own block, so their number is part
-    of what is learned.
+    """The same draft in blocks of `size`. Longer blocks than the trained ones are an error: a slot
+    sees all slots of its block, so the draft has learned for a certain number of them.
     """
     trained = int(dflash_key(config, "block_size"))
     if size > trained:

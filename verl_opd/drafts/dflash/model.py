@@ -105,7 +105,7 @@ class Layer(nn.Module):
 
 
 class DFlashDraft(nn.Module):
-    """Parameters carry the public checkpoint names; embedding and LM head are the target's and are
+    """Parameters have the public checkpoint names; embedding and LM head are the target's and are
     not part of the draft.
     """
 

@@ -27,7 +27,7 @@ def visibility(
     A slot sees the context strictly before its anchor (the anchor's own features do not exist yet
     when the block is drafted) and every slot of its own block, never another block. Slots of padded
     blocks see their own block only, so that no row is empty. window W: only context at most W - 1
-    positions behind the slot. causal: of its own block only the slots up to itself.
+    positions before the slot. causal: of its own block only the slots up to itself.
     """
     size, device = layout.block_size, layout.anchors.device
     blocks = layout.anchors.shape[1]

@@ -70,7 +70,7 @@ def check(config: Mapping[str, Any], target: PretrainedConfig, num_speculative_t
             f"rollout.num_speculative_tokens={num_speculative_tokens} exceeds the {block} "
             "proposals of this draft (block_size)"
         )
-    # the engine queries exactly K slots, so a shorter block is a block of its own
+    # the engine queries exactly K slots, so K proposals are a valid block in themselves
     dflash_config.check(
         {**as_dflash(config), "block_size": num_speculative_tokens + 1},
         target,
@@ -99,7 +99,7 @@ def to_speculators(config: Mapping[str, Any], use: Use) -> dict[str, Any]:
         key: value for key, value in whole["transformer_layer_config"].items() if key in backbone
     }
     _, causal = dflash_config.layer_attention(as_dflash(config))[0]
-    network["is_causal"] = causal  # the only key that tells vLLM of a DSpark draft's causality
+    network["is_causal"] = causal  # the only key from which vLLM reads a DSpark draft's causality
     kept = {
         key: whole[key]
         for key in ("mask_token_id", "aux_hidden_state_layer_ids", "draft_vocab_size")

@@ -65,7 +65,7 @@ class DSpark(DraftFamily):
         """Hidden states [b, N*B, h + r], see DSparkDraft.forward.
 
         The engine's slot i, at position anchor + i, predicts the token at anchor + 1 + i. In a
-        layout, slots stand at the position that they predict, so it becomes slot i + 1.
+        layout a slot is at the position that it predicts, so it becomes slot i + 1.
         """
         proposals = replace(layout, block_size=layout.block_size - 1)  # blocks of K = B - 1 slots
         masks = layer_masks(proposals, features.shape[1], cast(DSparkDraft, draft).attention)

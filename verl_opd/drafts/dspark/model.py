@@ -24,9 +24,9 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """How likely a proposal is to be accepted, from the slot's hidden state, and the Markov
-    embedding where `width` has room for it (vLLM DSparkConfidenceHead). It learns from what the
-    backbone shows it and does not pull the backbone: its input is detached.
+    """How likely a proposal is to be accepted, from the slot's hidden state, and from the Markov
+    embedding where `width` has room for it (vLLM DSparkConfidenceHead). Its input is detached, so
+    it does not change the backbone.
     """
 
     def __init__(self, width: int) -> None:
@@ -41,7 +41,7 @@ class ConfidenceHead(nn.Module):
 
 
 class DSparkDraft(DFlashDraft):
-    """Parameters carry the public checkpoint names; embedding and LM head are the target's."""
+    """Parameters have the public checkpoint names; embedding and LM head are the target's."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(as_dflash(config))

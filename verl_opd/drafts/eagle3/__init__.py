@@ -1,4 +1,4 @@
-"""EAGLE-3: one decoder layer that drafts token after token from three target layers (arXiv
+"""EAGLE-3: one decoder layer that drafts token by token from three target layers (arXiv
 2503.01840), with the EAGLE-3.1 switches.
 """
 

@@ -40,8 +40,8 @@ def derive_config(target: PretrainedConfig, draft: DraftConfig) -> dict[str, Any
         )
     if draft.mask_token_id is not None:
         raise ConfigError(
-            f"draft.mask_token_id={draft.mask_token_id}: EAGLE-3 drafts token after token and has "
-            "no mask; leave the key out"
+            f"draft.mask_token_id={draft.mask_token_id}: EAGLE-3 drafts token by token and has no "
+            "mask token; leave the key out"
         )
     if draft.block_size is not None:
         raise ConfigError(
@@ -168,8 +168,8 @@ _IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 def to_speculators(config: Mapping[str, Any], use: Use) -> dict[str, Any]:
-    """The same draft as a speculators file, its switches written down: the file format has defaults
-    of its own.
+    """The same draft as a speculators file, with explicit switches: that format has other defaults
+    for them.
     """
     network = {key: value for key, value in config.items() if key not in (*_OWN, _IDS)}
     own = {

@@ -75,8 +75,8 @@ class Eagle3(DraftFamily):
         """See DraftFamily.replay."""
         if bool(((layout.anchors == 0) & layout.block_keep).any()):
             raise ValueError(
-                "EAGLE-3 drafts from the token before the anchor: a block anchored at position 0 "
-                "has none"
+                "EAGLE-3 drafts from the token before the anchor, and a block anchored at position "
+                "0 has none"
             )
         context, blocks = inputs  # [b, C, h], [b, N, B-1, h]
         if features.shape[1] == 0:
@@ -98,8 +98,8 @@ class Eagle3(DraftFamily):
             return None
         if path is None:
             raise ConfigError(
-                "a draft vocabulary smaller than the target's comes with a draft: name its "
-                "directory as draft.path"
+                "a draft vocabulary smaller than the target's needs a trained draft: set "
+                "draft.path to its directory"
             )
         d2t = files.read_weights(path).get("d2t")
         if d2t is None:

@@ -71,7 +71,7 @@ class Midlayer(nn.Module):
 
 
 class Eagle3Draft(nn.Module):
-    """Parameters carry the public checkpoint names; the embedding is the target's. d2t and t2d
+    """Parameters have the public checkpoint names; the embedding is the target's. d2t and t2d
     exist only where the draft's vocabulary is smaller than the target's.
     """
 

@@ -99,7 +99,7 @@ def fix_sampling() -> bool:
     from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
 
     def works() -> bool:
-        # new values, and several: freed memory must not pass for an answer
+        # several random values, so that freed memory does not pass the check by chance
         given = torch.rand(5)
         counts = torch.randint(1, 9, (5,))
         ends = counts.cumsum(0).to(torch.int32)
@@ -114,7 +114,7 @@ def fix_sampling() -> bool:
     register_kernels({_EXPAND: expand})
     if not works():
         raise RuntimeError(
-            "this vLLM verifies sampled requests with wrong temperatures on CPU, and does not use "
-            "the corrected kernel"
+            "this vLLM verifies sampled requests at wrong temperatures on CPU and ignores the "
+            "corrected kernel"
         )
     return True

@@ -79,8 +79,8 @@ def live_tensors(model: nn.Module, target: nn.Module, names: Names = ()) -> dict
 
 
 class DraftLoader:
-    """Loads pushed drafts and knows the version of the last. A file that is not exactly the draft
-    is rejected before a single byte changes.
+    """Loads pushed drafts and keeps the version of the last one. A file that is not exactly the
+    draft is rejected before anything changes.
     """
 
     def __init__(self, runner: Any, names: Names = ()) -> None:
@@ -113,8 +113,8 @@ class DraftLoader:
         live = self._live()
         problems = [f"missing {name}" for name in sorted(live.keys() - tensors.keys())]
         problems += [
-            f"unexpected {name} (not the draft's own here: unknown, or shared with the frozen "
-            "target, as engines share a head that equals the target's)"
+            f"unexpected {name} (not one of the draft's own tensors in this engine: unknown, or "
+            "shared with the frozen target)"
             for name in sorted(tensors.keys() - live.keys())
         ]
         problems += [
@@ -124,7 +124,7 @@ class DraftLoader:
             if tensors[name].shape != live[name].shape or tensors[name].dtype != torch.bfloat16
         ]
         if not problems and (found := checksum(tensors)) != expected_checksum:
-            problems.append(f"checksum of the file is {found}, announced was {expected_checksum}")
+            problems.append(f"checksum of the file is {found}, expected {expected_checksum}")
         if problems:
             raise ValueError(f"draft push rejected, {Path(path).name}: {'; '.join(problems[:8])}")
 

@@ -1,5 +1,5 @@
 """The vLLM worker extension: the methods that a server calls through `collective_rpc`. Their names
-have a prefix, because vLLM allows no clash with a worker's own.
+have a prefix, because vLLM does not allow names that a worker already has.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ class OpdWorkerExtension:
         try:
             runner = self.model_runner
             if hasattr(self, "opd_recorder"):
-                return {"failure": "", "seam": "attached before", **_drafter_probe(runner)}
+                return {"failure": "", "hook": "attached before", **_drafter_probe(runner)}
             probe = {**_drafter_probe(runner), "fixed_sampling": fix_sampling()}
             recorder = VerifyRecorder(_live_requests(runner))
-            seam, switch = attach(runner, recorder)
+            hook, switch = attach(runner, recorder)
             self.opd_recorder, self.opd_switch, self.opd_loader = (
                 recorder,
                 switch,
                 DraftLoader(runner, engine_names),
             )
-            return {"failure": "", "seam": seam, **probe}
-        except Exception as error:  # the server's probe stops the run with it
+            return {"failure": "", "hook": hook, **probe}
+        except Exception as error:  # the start-up probe reports it and stops the run
             return {"failure": f"{type(error).__name__}: {error}"}
 
     def opd_pop_traces(self: Any, external_ids: list[str]) -> dict[str, Any]:

@@ -3,8 +3,8 @@ decide between V1 and V2.
 
 V1 (vLLM v1/worker/gpu_model_runner.py, its CPU subclass, vllm-ascend's NPUModelRunner):
 `_sample(logits, spec_decode_metadata)` pads rows with -1. V2 (vLLM v1/worker/gpu/model_runner.py):
-`sample(hidden_states, input_batch, grammar_output)` computes logits inside and leaves garbage
-behind the tokens that `num_sampled` counts.
+`sample(hidden_states, input_batch, grammar_output)` computes logits inside and leaves garbage after
+the tokens that `num_sampled` counts.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ def reject_lossy(runner: Any) -> None:
     if method in _LOSSY:
         raise RuntimeError(
             f"speculative_config.rejection_sample_method={method!r} is lossy: recorded steps would "
-            "be off the target's distribution"
+            "not follow the target's distribution; remove it"
         )
     ascend = getattr(runner, "ascend_config", None)
     modes = getattr(ascend, "rejection_sampler_config", None)
     on = [name for name in _LOSSY_ASCEND if getattr(modes, name, False)]
     if on:
         raise RuntimeError(
-            f"rejection_sampler_config.{on[0]} is lossy: recorded steps would be off the target's "
-            "distribution; switch it off"
+            f"rejection_sampler_config.{on[0]} is lossy: recorded steps would not follow the "
+            "target's distribution; switch it off"
         )
     if getattr(ascend, "enable_reduce_sample", False):
         raise RuntimeError(
@@ -63,14 +63,14 @@ def reject_lossy(runner: Any) -> None:
         )
     if getattr(runner, "batch_sharder", None) is not None:
         raise RuntimeError(
-            "sampling is split over tensor-parallel ranks (batch_sharder): each would see a part "
-            "of the requests; switch it off"
+            "sampling is split over tensor-parallel ranks (batch_sharder): each recorder would see "
+            "only a part of the requests; switch it off"
         )
 
 
 class DraftingSwitch:
-    """Wraps a V1 runner's `propose_draft_token_ids`: turns proposals off and on, and notes whether
-    the last step had any.
+    """Wraps a V1 runner's `propose_draft_token_ids`: turns proposals off and on, and remembers
+    whether the last step had any.
 
     While off, the engine decodes the target alone, at the target's speed. This needs synchronous
     scheduling: an asynchronous scheduler has already reserved the proposals' slots. Switch with no
@@ -116,8 +116,9 @@ class AlwaysDrafting:
 
 
 def attach(runner: Any, recorder: VerifyRecorder) -> tuple[str, Switch]:
-    """Wrap the sampler seam of this live runner: (qualified name of the wrapped method, switch).
-    RuntimeError when it has none, or verifies in a way that cannot be recorded.
+    """Hook the recorder into the sampler of this live runner; returns (qualified name of the
+    wrapped method, switch). RuntimeError when the runner has no such method, or verifies in a way
+    that cannot be recorded.
     """
     reject_lossy(runner)
     if any("_sample" in cls.__dict__ for cls in type(runner).__mro__):
@@ -175,8 +176,8 @@ def _discarded(runner: Any, count: int) -> list[bool]:
 
 
 class _KeepsLogits:
-    """Stands in for V2's rejection sampler and remembers the raw logits of the step, which it does
-    not change (it copies before processing).
+    """Wraps V2's rejection sampler and keeps the raw logits of the step. The sampler does not
+    change them: it copies before processing.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -201,7 +202,7 @@ def _attach_v2(runner: Any, recorder: VerifyRecorder) -> tuple[str, Switch]:
         )
     if getattr(sampler, "enable_adaptive_verification", False):
         raise RuntimeError(
-            "adaptive verification compacts logits rows, which the recorder does not follow; "
+            "adaptive verification compacts logits rows, which the recorder does not support: "
             "switch it off"
         )
     keeper = runner.rejection_sampler = _KeepsLogits(sampler)

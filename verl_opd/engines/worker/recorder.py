@@ -1,4 +1,4 @@
-"""Notes every verify step at the sampler seam, per request. Nothing in here may raise into the
+"""Records every verify step at the sampler, per request. Nothing in this module may raise into the
 engine.
 """
 
@@ -42,8 +42,8 @@ class _Request:
 
 @dataclass(frozen=True, kw_only=True)
 class StepInputs:
-    """One sampler call over R requests with P proposals in all, as the V1 runner has it
-    (SpecDecodeMetadata of vLLM).
+    """One sampler call over R requests with P proposals in all, in the form of the V1 runner
+    (vLLM's SpecDecodeMetadata).
     """
 
     req_ids: Sequence[str]  # [R] internal ids
@@ -54,7 +54,7 @@ class StepInputs:
     target_rows: Tensor  # int [P] row of `logits` that verifies each proposal
     discarded: Sequence[bool]  # [R] whether the token is dropped (a prompt chunk, not the last)
     temperature: Tensor | None  # float [R]; None when all requests are greedy
-    # False near max_model_len, where the runner has placeholders verified in place of proposals
+    # False near max_model_len, where the runner verifies placeholders instead of proposals
     from_draft: bool = True
 
 
@@ -89,8 +89,8 @@ def target_logprobs(
 
 
 def _note_logprobs(step: StepInputs, pending: Sequence[tuple[_Step, range, int]]) -> None:
-    """Give every noted step the target log-probs of its rejected proposals: (step, their places
-    among all P proposals, its row).
+    """Add to every recorded step the target log-probs of its rejected proposals. pending: (step,
+    places of these proposals among all P, row of the request).
     """
     device = step.logits.device
     places = [place for _, rejected, _ in pending for place in rejected]
@@ -113,11 +113,11 @@ def _note_logprobs(step: StepInputs, pending: Sequence[tuple[_Step, range, int]]
 class VerifyRecorder:
     """Verify steps by internal request id, handed out once through `pop`.
 
-    A request's first sampled token comes from prefill and is no event. Every later step is one:
+    A request's first sampled token comes from prefill and is not an event. Every later step is one:
     (accepted, drafted ids, target log-probs of the rejected ones), or (0, [], []) when nothing was
-    drafted. Placeholders verified in place of proposals teach nothing: every token that such a step
-    commits is a draft-free event; a slot that holds -1 was never proposed. Counters hold what was
-    seen and what failed.
+    drafted. Where placeholders were verified instead of proposals (slots that hold -1 among them),
+    every token that the step commits is a draft-free event. Counters hold what was seen and what
+    failed.
 
     is_live: whether the engine still holds the request of an internal id. The trace of a request
     that ended without being collected (an HTTP request) is dropped after a minute.
@@ -138,8 +138,8 @@ class VerifyRecorder:
         self.last_error = ""
 
     def observe(self, inputs: Any) -> None:
-        """`record` in the engine's own thread: calls `inputs` to build StepInputs, and raises
-        nothing.
+        """`record` in the engine's own thread: calls `inputs` to build StepInputs, and never
+        raises.
         """
         if not self.enabled:
             return
@@ -152,8 +152,8 @@ class VerifyRecorder:
         self.seconds += time.perf_counter() - started
 
     def record(self, step: StepInputs) -> None:
-        """Note one sampler call. One copy of small integers to the host; log-probs stay on the
-        device until `pop`.
+        """Record one sampler call. One copy of small integers goes to the host; log-probs stay on
+        the device until `pop`.
         """
         width, total = step.sampled.shape[1], sum(step.num_drafts)
         # [R * width + P]
@@ -190,7 +190,9 @@ class VerifyRecorder:
     def pop(
         self, external_ids: Sequence[str]
     ) -> dict[str, list[tuple[int, list[int], list[float]]] | None]:
-        """Events of finished requests by the caller's id, once; None for an id never seen."""
+        """Events of finished requests by the caller's id, handed out once; None for an unknown
+        id.
+        """
         by_base = {match["base"]: name for name in self._requests if (match := _SUFFIX.match(name))}
         popped: dict[str, list[tuple[int, list[int], list[float]]] | None] = {}
         for external in external_ids:
@@ -220,7 +222,7 @@ class VerifyRecorder:
 
 
 def _events(steps: Sequence[_Step]) -> list[tuple[int, list[int], list[float]]]:
-    """Plain events of one request; all its log-probs come to the host in one copy."""
+    """Plain events of one request; all its log-probs are copied to the host at once."""
     parts = [step.logprobs for step in steps if step.logprobs is not None]
     values = iter(torch.cat(parts).tolist() if parts else [])
     return [

@@ -213,7 +213,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("problem", BROKEN)
-def test_what_does_not_fit_is_refused_before_anything_changes(
+def test_what_does_not_fit_is_rejected_before_anything_changes(
     live: tuple[DraftLoader, FusedModel], tmp_path: Path, problem: str
 ):
     loader, model = live
@@ -227,11 +227,11 @@ def test_what_does_not_fit_is_refused_before_anything_changes(
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_a_file_that_is_not_the_announced_one_is_refused(
+def test_a_file_with_another_checksum_is_rejected(
     live: tuple[DraftLoader, FusedModel], tmp_path: Path
 ):
     with pytest.raises(
-        ValueError, match=f"checksum of the file is {checksum(draft_tensors(6))}, announced was abc"
+        ValueError, match=f"checksum of the file is {checksum(draft_tensors(6))}, expected abc"
     ):
         load(live[0], draft_tensors(6), tmp_path / "d", 2, announced="abc")
 

@@ -19,7 +19,7 @@ ID = "0-7-v3-0123abcd"
 
 
 class Base:
-    """The members of a V1 model runner that the seams touch."""
+    """The members of a V1 model runner that the hooks touch."""
 
     use_async_scheduling = False
 
@@ -54,8 +54,8 @@ METADATA = SimpleNamespace(
 
 def wired(runner: Any) -> tuple[VerifyRecorder, Any, str]:
     recorder = VerifyRecorder()
-    seam, switch = attach(runner, recorder)
-    return recorder, switch, seam
+    hook, switch = attach(runner, recorder)
+    return recorder, switch, hook
 
 
 def test_the_class_that_really_samples_is_named():
@@ -99,14 +99,14 @@ def test_the_switch_stops_proposals_only_with_synchronous_scheduling():
 
 
 @pytest.mark.parametrize("method", ["synthetic", "block"])
-def test_lossy_verification_is_refused(method: str):
+def test_lossy_verification_is_unsupported(method: str):
     runner = Base()
     runner.speculative_config.rejection_sample_method = method
     with pytest.raises(RuntimeError, match=f"rejection_sample_method='{method}' is lossy"):
         wired(runner)
 
 
-def test_a_runner_without_the_seam_is_refused():
+def test_a_runner_without_the_method_to_hook_is_named():
     with pytest.raises(RuntimeError, match="object has no sample"):
         wired(object())
 
@@ -134,22 +134,22 @@ class NPUModelRunner(Base):
 
 def test_ascend_rows_discarded_by_index_are_not_recorded():
     runner = NPUModelRunner()
-    recorder, _, seam = wired(runner)
-    assert seam == "NPUModelRunner._sample"
+    recorder, _, hook = wired(runner)
+    assert hook == "NPUModelRunner._sample"
     runner._sample(torch.zeros(2, VOCAB), None)
     assert recorder.pop(["a", "chunk"]) == {"a": [], "chunk": None}
     assert recorder.counts["errors"] == 0
 
 
 @pytest.mark.parametrize("mode", ["enable_block_verify", "enable_entropy_verify"])
-def test_ascends_lossy_modes_are_refused(mode: str):
+def test_ascends_lossy_modes_are_unsupported(mode: str):
     runner = NPUModelRunner()
     setattr(runner.ascend_config.rejection_sampler_config, mode, True)
     with pytest.raises(RuntimeError, match=f"{mode} is lossy"):
         wired(runner)
 
 
-def test_logits_split_over_ranks_are_refused():
+def test_logits_split_over_ranks_are_unsupported():
     runner = NPUModelRunner()
     runner.ascend_config.enable_reduce_sample = True
     with pytest.raises(RuntimeError, match="enable_reduce_sample"):
@@ -170,7 +170,7 @@ class RejectionSampler:
 
 
 class V2:
-    """The members of a V2 runner that the seam touches: logits are computed inside `sample`."""
+    """The members of a V2 runner that the hook touches: logits are computed inside `sample`."""
 
     def __init__(self) -> None:
         self.speculative_config = SimpleNamespace(rejection_sample_method="standard")
@@ -220,8 +220,8 @@ def v2_batch(
 
 def test_v2_rows_with_garbage_tails_are_cut_by_num_sampled():
     runner = V2()
-    recorder, switch, seam = wired(runner)
-    assert seam == "V2.sample"
+    recorder, switch, hook = wired(runner)
+    assert hook == "V2.sample"
     assert runner.rejection_sampler.marker == "inner"
     names = ["a-00000000", "b-00000000", "c-00000000"]
     runner.sample(

@@ -196,7 +196,7 @@ def test_dummy_requests_of_the_engine_are_ignored():
     assert recorder.stats()["open_requests"] == 0
 
 
-def test_requests_nobody_pops_expire(monkeypatch: pytest.MonkeyPatch):
+def test_requests_that_are_never_popped_expire(monkeypatch: pytest.MonkeyPatch):
     now = [1000.0]
     monkeypatch.setattr(recorder_module.time, "monotonic", lambda: now[0])
     live = {"running-00000000"}
@@ -227,7 +227,7 @@ def test_nothing_raises_into_the_engine_and_the_failure_is_kept():
     assert stats["steps"] == 1
 
 
-# -- the seams on a runner that looks like vLLM's --------------------------------------------------
+# -- the hooks on a runner that looks like vLLM's --------------------------------------------------
 
 
 def test_a_step_is_copied_to_the_host_once_however_many_requests_it_has(
