@@ -174,7 +174,9 @@ def _check_entries(key: str, node: Any) -> None:
 
 
 def _kind(value: Any) -> str:
-    return {list: "list", dict: "mapping"}.get(type(value), type(value).__name__)
+    if isinstance(value, dict):
+        return "mapping"
+    return type(value).__name__
 
 
 def _unknown(key: str, value: Any, where: str = "") -> ConfigError:
@@ -218,7 +220,7 @@ def _raise_readable(error: Exception, recipe: str) -> NoReturn:
     if isinstance(cause, ConfigTypeError):  # a list given for a mapping, or the reverse; no value
         raise ConfigError(f"{where}{key}: {needed}") from error
     if value is None and (is_section(key) or is_free_form(key)):
-        remedy = "remove it" if file else "leave it out"
+        remedy = "add keys below it, or remove it" if file else "give it keys, or leave it out"
         raise ConfigError(f"{where}{key} is empty, but {needed}: {remedy}") from error
     reason = _reason(cause)
     if is_section(key):
