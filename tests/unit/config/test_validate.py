@@ -15,7 +15,14 @@ from verl_opd.config.validate import validate
 from verl_opd.devices import DEVICES
 from verl_opd.errors import ConfigError
 from verl_opd.opd.losses import FULL_VOCABULARY, SINGLE_TOKEN
-from verl_opd.opd.names import BLOCK_LOSSES, TOP_K_LOSS
+from verl_opd.opd.names import (
+    BLOCK_LOSSES,
+    ESTIMATORS,
+    FULL_VOCABULARY_LOSSES,
+    REJECTED_LOSSES,
+    SCORED_LOSSES,
+    TOP_K_LOSS,
+)
 from verl_opd.report.trackers import TRACKERS
 from verl_opd.rollout.agent_loop import AGENT_LOOPS
 
@@ -202,6 +209,12 @@ def test_choices_are_those_of_the_code_that_reads_them() -> None:
     assert set(choices["rollout.agent.loop"]) == set(AGENT_LOOPS)
     assert choices["trainer.logger"] == TRACKERS
     assert set(choices["trainer.device"]) == {"auto", *DEVICES}
+
+
+def test_every_name_of_a_loss_has_its_function_and_the_reverse() -> None:
+    assert set(REJECTED_LOSSES) == set(SCORED_LOSSES) == set(SINGLE_TOKEN)
+    assert set(ESTIMATORS) == set(SINGLE_TOKEN) - {"forward_kl"}
+    assert set(FULL_VOCABULARY_LOSSES) == set(FULL_VOCABULARY)
 
 
 def test_defaults_keep_their_rules() -> None:

@@ -24,18 +24,11 @@ from verl_opd.opd.losses import (
 )
 from verl_opd.opd.measures import loss_metrics
 from verl_opd.opd.metrics import StepMetrics, reduce_metrics
-from verl_opd.opd.names import ESTIMATORS, FULL_VOCABULARY_LOSSES, REJECTED_LOSSES, SCORED_LOSSES
 from verl_opd.opd.options import LossOptions
 from verl_opd.opd.plan import TrainItem
 from verl_opd.training.lm_head import against_target, row_loss
 
 # -- divergences -----------------------------------------------------------------------------------
-
-
-def test_every_name_of_a_loss_has_its_function_and_the_reverse():
-    assert set(REJECTED_LOSSES) == set(SCORED_LOSSES) == set(SINGLE_TOKEN)
-    assert set(ESTIMATORS) == set(SINGLE_TOKEN) - {"forward_kl"}
-    assert set(FULL_VOCABULARY_LOSSES) == set(FULL_VOCABULARY)
 
 
 def value_and_slope(function, student, teacher, **kwargs):
