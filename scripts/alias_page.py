@@ -11,7 +11,10 @@ _INTRODUCTION = """\
 Every verb of `verl-opd` that takes a recipe also reads override lines written for verl and
 Draft-OPD, as `key=value`, `+key=value` or `++key=value`, and lines with keys that were renamed
 here (`warmup`, `training` and `trainer.warmup_steps`). The command first prints the translation of
-each line. Recipes (YAML) take only the keys of [`schema.py`](../verl_opd/config/schema.py).
+each line. Recipes (YAML), those that they extend and the `config.yaml` of a former run may also
+have the keys that were renamed here, with one printed line for each; a file that gives a key under
+both names is an error. All other keys of recipes are those of
+[`schema.py`](../verl_opd/config/schema.py).
 
 - A key without a line keeps the value of the recipe, not the default of verl. There is one
   exception: where several old keys together decide one of ours, the missing ones have the defaults

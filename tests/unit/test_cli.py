@@ -88,6 +88,45 @@ def test_former_names_are_read_with_a_notice(
     assert yaml.safe_load(out)["sft"]["steps"] == 3
 
 
+@pytest.mark.parametrize("verb", ["plan", "train"])
+def test_former_names_in_a_recipe_are_read_with_a_notice(
+    monkeypatch: pytest.MonkeyPatch,
+    recipe: str,
+    verb: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with open(recipe, "a") as file:
+        file.write("warmup: {lr: 0.5}\ntraining: {attention: eager}\ntrainer: {warmup_steps: 3}\n")
+    found: list[Any] = []
+    module = {"plan": "verl_opd.commands.plan", "train": "verl_opd.controller.run"}[verb]
+    _replace_module(monkeypatch, module, **{verb: lambda cfg, *_: found.append(cfg)})
+    assert main([verb, recipe]) == 0
+    assert [(cfg.sft.lr, cfg.sft.steps, cfg.compute.attention) for cfg in found] == [
+        (0.5, 3, "eager")
+    ]
+    assert len(caplog.messages) == 3
+
+
+def test_plan_of_a_recipe_with_former_names(recipe: str) -> None:
+    """The whole command, where nothing else handles its notices."""
+    with open(recipe, "a") as file:
+        file.write("warmup: {lr: 0.5}\ntrainer: {warmup_steps: 3, device: cpu}\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "verl_opd.cli", "plan", recipe],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=Path(__file__).parents[2],
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "  steps: 3\n" in done.stdout
+    assert done.stderr.splitlines()[:2] == [
+        f"recipe mine ({recipe}): warmup.lr is now called sft.lr",
+        f"recipe mine ({recipe}): trainer.warmup_steps is now called sft.steps",
+    ]
+
+
 @pytest.mark.parametrize(
     "order",
     [

@@ -29,7 +29,7 @@ def check_npu(cfg: Config, target_layers: int, environ: Mapping[str, str]) -> No
     _check_environment(environ)
     if not cfg.rollout.enforce_eager:
         _check_graphs(cfg, target_layers, environ)
-    mode = _parsed(cfg.rollout.engine_kwargs.get("additional_config")).get("weight_nz_mode", 0)
+    mode = _mapping(cfg, "additional_config").get("weight_nz_mode", 0)
     if mode:
         raise ConfigError(
             f"rollout.engine_kwargs.additional_config.weight_nz_mode={mode!r}: engines that sleep "
@@ -67,7 +67,7 @@ def _check_environment(environ: Mapping[str, str]) -> None:
 
 
 def _check_graphs(cfg: Config, target_layers: int, environ: Mapping[str, str]) -> None:
-    given = _parsed(cfg.rollout.engine_kwargs.get("compilation_config"))
+    given = _mapping(cfg, "compilation_config")
     # vLLM accepts upper and lower case
     mode = str(given.get("cudagraph_mode") or "FULL_AND_PIECEWISE").upper()
     sizes, largest = (
@@ -122,17 +122,18 @@ def _default_sizes() -> list[int]:
     return [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
 
 
-def _parsed(value: Any) -> dict[str, Any]:
+def _mapping(cfg: Config, name: str) -> dict[str, Any]:
     """An engine argument that may be a mapping, or the same as JSON text."""
+    given = value = cfg.rollout.engine_kwargs.get(name)
+    shown = f"rollout.engine_kwargs.{name}={given!r}"
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except json.JSONDecodeError as error:
             raise ConfigError(
-                f"{value!r} is not valid JSON ({error.msg} at column {error.colno})"
+                f"{shown} is not valid JSON ({error.msg} at column {error.colno}): write a "
+                "mapping, {a: b}, or the same as JSON"
             ) from error
     if not isinstance(value or {}, Mapping):
-        raise ConfigError(
-            f"{value!r} is not a mapping, as engine arguments such as compilation_config must be"
-        )
+        raise ConfigError(f"{shown} is not a mapping: write {{a: b}}, or the same as JSON")
     return dict(value or {})

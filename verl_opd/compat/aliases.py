@@ -1,6 +1,7 @@
 """The alias table: names of verl and Draft-OPD, and former names of this package, in our keys.
 
-Only override lines are translated (translate.py). In recipes the schema alone counts.
+Only override lines are translated (translate.py). Of these names, recipes may use only the former
+ones of this package (config/source.py).
 """
 
 from __future__ import annotations
@@ -326,7 +327,9 @@ SECTIONS: dict[str, dict[str, AliasRow]] = {
         "teacher_models.*.inference.load_format": Drop(
             "teachers are read from their files", ("auto", "safetensors")
         ),
-        "teacher_models.*.inference.disable_log_stats": Drop("statistics of teachers are not used"),
+        "teacher_models.*.inference.disable_log_stats": Drop(
+            "a teacher's statistics show whether it hangs"
+        ),
         "teacher_models.*.inference.skip_tokenizer_init": Drop("teachers read token ids"),
         "teacher_models.*.inference.*_parallel_size": Drop(_ONE_DEVICE, (1,)),
     },

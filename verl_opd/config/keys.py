@@ -8,7 +8,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
-from typing import Any, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from verl_opd.config.schema import Config
 from verl_opd.opd.options import Rule, rule_of
@@ -24,6 +24,8 @@ class _Tables:
     values: set[str] = field(default_factory=set)  # keys that hold a value
     sections: set[str] = field(default_factory=set)  # keys that hold a dataclass of the schema
     free_form: set[str] = field(default_factory=set)  # sections that are dicts
+    # keys of lists and dicts whose entries are single values
+    single_values: set[str] = field(default_factory=set)
     rules: dict[str, Rule] = field(default_factory=dict)  # key -> what its value may be
 
 
@@ -42,6 +44,9 @@ def _tables() -> _Tables:
                 found.free_form.add(key)
             else:
                 found.values.add(key)
+            for part in (hint, *get_args(hint)):
+                if get_origin(part) in (list, tuple, dict) and get_args(part)[-1] is not Any:
+                    found.single_values.add(key)
             if rule := rule_of(item):
                 found.rules[key] = rule
 
@@ -61,6 +66,11 @@ def is_free_form(key: str) -> bool:
 
 def is_section(key: str) -> bool:
     return key in _tables().sections
+
+
+def holds_single_values(key: str) -> bool:
+    """Whether `key` is a list or mapping that holds neither lists nor mappings."""
+    return key in _tables().single_values
 
 
 def keys_of(section: str) -> list[str]:

@@ -5,15 +5,16 @@ the schema. Every mistake becomes a ConfigError of one line.
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from hydra import compose, initialize_config_dir
+from hydra import compose, initialize
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import AnyNode, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
@@ -23,6 +24,7 @@ from omegaconf.errors import (
 )
 
 from verl_opd.config.keys import (
+    holds_single_values,
     is_free_form,
     is_known,
     is_section,
@@ -31,6 +33,7 @@ from verl_opd.config.keys import (
 )
 from verl_opd.config.recipes import find_recipe, resolve_path, shipped_root
 from verl_opd.config.schema import Config
+from verl_opd.config.source import read_recipe, register, title
 from verl_opd.config.validate import validate
 from verl_opd.errors import ConfigError
 
@@ -79,18 +82,25 @@ def compose_config(recipe: str, overrides: list[str]) -> DictConfig:
     ]
     store = ConfigStore.instance()
     store.store(name=_SCHEMA, node=Config)
-    store.store(name=_JOB, node={"defaults": [_SCHEMA, path.stem, "_self_"]})
     # a user's recipe may extend a shipped one
-    shipped = f"hydra.searchpath=[file://{shipped_root() / 'recipes'}]"
+    folders = [f"recipe://{folder}" for folder in _folders(path)]
+    job = {"defaults": [_SCHEMA, path.stem, "_self_"], "hydra": {"searchpath": folders}}
+    store.store(name=_JOB, node=job)
+    register()
     try:
-        with initialize_config_dir(version_base="1.3", config_dir=str(path.parent)):
-            composed = compose(_JOB, [*prepared, shipped])
+        with initialize(version_base="1.3", config_path=None):
+            composed = compose(_JOB, prepared)
         _check_known("", OmegaConf.to_container(composed, resolve=True))
     except yaml.YAMLError as error:
         raise ConfigError(f"recipe {recipe} is not valid YAML: {_one_line(error)}") from error
     except (HydraException, OmegaConfBaseException) as error:
         _raise_readable(error, recipe)
     return composed
+
+
+def _folders(recipe: Path) -> tuple[Path, Path]:
+    """Where `recipe` and the recipes that it extends are looked up."""
+    return recipe.parent, shipped_root() / "recipes"
 
 
 def to_yaml(cfg: Config | DictConfig) -> str:
@@ -137,9 +147,11 @@ def _prepare(override: Override, text: str) -> str:
 
 
 def _check_known(section: str, node: Any) -> None:
-    """ConfigError for the first key below `section` that the schema does not define; "" is the
-    root.
+    """ConfigError for the first key below `section` that the schema does not define, or whose list
+    or mapping holds more than single values; "" is the root.
     """
+    if holds_single_values(section):
+        _check_entries(section, node)
     if not isinstance(node, dict) or not (section == "" or is_section(section)):
         return
     for name, value in node.items():
@@ -147,6 +159,24 @@ def _check_known(section: str, node: Any) -> None:
         if not is_known(key):
             raise _unknown(key, value)
         _check_known(key, value)
+
+
+def _check_entries(key: str, node: Any) -> None:
+    """OmegaConf does not check what lies inside the entries of a typed list or mapping."""
+    entries = {f"[{i}]": entry for i, entry in enumerate(node)} if isinstance(node, list) else {}
+    if isinstance(node, dict):
+        entries = {f".{name}": entry for name, entry in node.items()}
+    for name, entry in entries.items():
+        if isinstance(entry, list | dict):
+            raise ConfigError(
+                f"{key}{name}={entry!r}: a single value is needed, not a {_kind(entry)}"
+            )
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, dict):
+        return "mapping"
+    return type(value).__name__
 
 
 def _unknown(key: str, value: Any, where: str = "") -> ConfigError:
@@ -160,7 +190,8 @@ def _unknown(key: str, value: Any, where: str = "") -> ConfigError:
 def _raise_readable(error: Exception, recipe: str) -> NoReturn:
     """Turn what Hydra or OmegaConf raised into one line with recipe, key, value and reason."""
     name = _recipe_named_by(error)
-    where = f"recipe {name}: " if name else ""
+    file = _file(name, recipe) if name else None
+    where = f"{title(file)}: " if file else f"recipe {name}: " if name else ""
     if isinstance(error, MissingConfigException):
         missing = error.missing_cfg_file
         raise ConfigError(f"{where}{missing!r}, named in defaults, does not exist") from error
@@ -169,25 +200,33 @@ def _raise_readable(error: Exception, recipe: str) -> NoReturn:
     cause = next((e for e in causes if isinstance(e, OmegaConfBaseException)), None)
     if cause is None:
         raise ConfigError(where + _one_line(error)) from error
-    content = _content(name, recipe) if name else {}
+    content = read_recipe(file)[0] if file else {}
     key = cause.full_key or _scalar_section(content)
     if not key:
         raise ConfigError(where + _reason(cause)) from error
     if isinstance(cause, InterpolationResolutionError):
         raise ConfigError(f"{key}: {_reason(cause)}") from error
     value = _select(content, key) if cause.value is None else cause.value
+    if isinstance(value, AnyNode):
+        value = value._value()
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
         raise _unknown(key, value, where) from error
+    if is_section(key):
+        needed = "a section is needed"
+    elif is_free_form(key):
+        needed = "a mapping is needed, {a: b}"
+    else:
+        needed = "a list is needed, written [a,b]"
     if isinstance(cause, ConfigTypeError):  # a list given for a mapping, or the reverse; no value
-        needed = "list is needed, written [a,b]"
-        if cause.object_type is not list:
-            needed = "section is needed" if is_section(key) else "mapping is needed, {a: b}"
-        raise ConfigError(f"{where}{key}: a {needed}") from error
+        raise ConfigError(f"{where}{key}: {needed}") from error
+    if value is None and (is_section(key) or is_free_form(key)):
+        remedy = "add keys below it, or remove it" if file else "give it keys, or leave it out"
+        raise ConfigError(f"{where}{key} is empty, but {needed}: {remedy}") from error
     reason = _reason(cause)
     if is_section(key):
-        reason = f"a section is needed, not {type(value).__name__}"
+        reason = f"{needed}, not {_kind(value)}"
     elif isinstance(cause.child_node, ListConfig):
-        reason = "a list is needed, written [a,b]"
+        reason = needed
     raise ConfigError(f"{where}{key}={value!r}: {reason}") from error
 
 
@@ -206,13 +245,10 @@ def _reason(error: OmegaConfBaseException) -> str:
     return _one_line(str(error).partition("\n    full_key: ")[0])
 
 
-def _content(name: str, recipe: str) -> Any:
-    """The content of the YAML file `name`, which `recipe` is or extends; empty if not found."""
-    for folder in (find_recipe(recipe).parent, shipped_root() / "recipes"):
-        file = folder / f"{name}.yaml"
-        if file.is_file():
-            return OmegaConf.to_container(OmegaConf.load(file))
-    return {}
+def _file(name: str, recipe: str) -> Path | None:
+    """The YAML file `name`, which `recipe` is or extends; None if not found."""
+    files = (folder / f"{name}.yaml" for folder in _folders(find_recipe(recipe)))
+    return next((file for file in files if file.is_file()), None)
 
 
 def _select(content: Any, key: str) -> Any:

@@ -127,8 +127,8 @@ class RolloutConfig:
     engine_kwargs: dict[str, Any] = field(default_factory=dict)  # any vLLM engine argument
     start_timeout: float = option(600.0, above=0)  # seconds until an engine must be ready
     request_timeout: float = option(1800.0, above=0)  # seconds for one response
-    # seconds without a new token in any request after which an engine counts as hanging and is
-    # replaced
+    # seconds without progress in any request after which an engine or a teacher server counts as
+    # hanging and is replaced
     stall_timeout: float = option(300.0, above=0)
     agent: AgentConfig = field(default_factory=AgentConfig)  # the agent loops
 
@@ -256,8 +256,8 @@ class TrainerConfig:
     # checkpoint every N steps; -1 = only after the sft stage, validations and at the end
     save_freq: int = option(50, at_least=1, off=-1)
     keep_last: int = option(2, at_least=1)  # newest checkpoints that are kept, besides the best
-    # lost processes that are replaced: engines, teachers and agent loops in place, trainer ranks
-    # from the last checkpoint
+    # processes that may be replaced because they died or hang: engines, teacher servers and agent
+    # loops in place, trainer ranks from the last checkpoint
     max_restarts: int = option(3, at_least=0)
     # auto = from the newest checkpoint of this run, where there is one
     resume_mode: str = option("auto", choices=("auto", "disable", "path"))

@@ -113,7 +113,21 @@ def test_what_works_passes(cfg: Config, environ: dict[str, str]) -> None:
             {},
             "cudagraph_capture_sizes is also set in compilation_config",
         ),
-        (config(compilation_config=3), {}, "3 is not a mapping"),
+        (
+            config(compilation_config=3),
+            {},
+            r"rollout\.engine_kwargs\.compilation_config=3 is not a mapping",
+        ),
+        (
+            config(eager=True, additional_config=[1]),
+            {},
+            r"rollout\.engine_kwargs\.additional_config=\[1\] is not a mapping",
+        ),
+        (
+            config(eager=True, additional_config="{"),
+            {},
+            r"rollout\.engine_kwargs\.additional_config='\{' is not valid JSON",
+        ),
         (
             config(
                 compilation_config={**PIECEWISE, "cudagraph_capture_sizes": list(range(8, 248, 8))}
@@ -131,7 +145,11 @@ def test_what_works_passes(cfg: Config, environ: dict[str, str]) -> None:
             {},
             r"multiples of 1 \+ K = 8; \[4, 12\] are not",
         ),
-        (config(compilation_config="{"), {}, "is not valid JSON"),
+        (
+            config(compilation_config="{"),
+            {},
+            r"rollout\.engine_kwargs\.compilation_config='\{' is not valid JSON",
+        ),
         (
             config(compilation_config=PIECEWISE),
             {"TASK_QUEUE_ENABLE": "2"},

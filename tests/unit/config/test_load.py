@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from omegaconf import OmegaConf
 
 from verl_opd.config.load import compose_config, load_config, to_yaml
@@ -138,6 +139,11 @@ def test_unknown_key_names_key_value_and_nearest(
         ("data.val_files.x=[1]", ["data.val_files.x=[1]"]),
         ("optim.betas=[a,b]", ["optim.betas[0]='a'"]),
         ("data=3", ["data=3", "section", "int"]),
+        ("trainer=null", ["trainer is empty", "a section is needed", "leave it out"]),
+        ("data.train_files=[[1]]", ["data.train_files[0]=[1]", "a single value"]),
+        ("data.train_files=[{a: 1}]", ["data.train_files[0]={'a': 1}", "a single value"]),
+        ("draft.target_layer_ids=[1,[2]]", ["draft.target_layer_ids[1]=[2]", "a single value"]),
+        ("data.val_files={a: [1]}", ["data.val_files.a=[1]", "a single value"]),
         ("rollout.agent=[1]", ["rollout.agent: a section is needed"]),
         ("rollout.engine_kwargs=[1]", ["rollout.engine_kwargs: a mapping is needed"]),
         ("draft.target_layer_ids={a: 1}", ["draft.target_layer_ids: a list is needed"]),
@@ -166,12 +172,36 @@ def test_wrong_values_and_wrong_syntax(recipe: str, override: str, parts: list[s
             "data:\n  trian_files: [x]\n",
             ["recipe bad", "data.trian_files", "['x']", "data.train_files?"],
         ),
-        ("warmup: {lr: 1}\n", ["recipe bad: warmup ", "now called sft"]),
-        ("training:\n  attention: sdpa\n", ["recipe bad: training ", "now called compute"]),
         (
-            "trainer:\n  warmup_steps: 3\n",
-            ["recipe bad: trainer.warmup_steps (value 3) is now called sft.steps"],
+            "warmup: {lr: 1}\nsft: {lr: 1}\n",
+            ["recipe bad", "bad.yaml", "warmup.lr", "now called sft.lr", "keep one"],
         ),
+        (
+            "trainer: {warmup_steps: 3}\nsft: {steps: 4}\n",
+            ["bad.yaml", "trainer.warmup_steps", "sft.steps", "keep one"],
+        ),
+        (
+            "trainer: {warmup_steps: 3}\nwarmup: {steps: 4}\n",
+            ["bad.yaml", "trainer.warmup_steps", "sft.steps", "keep one"],
+        ),
+        ("training:\ncompute: {}\n", ["bad.yaml", "training", "now called compute", "keep one"]),
+        ("sft: 3\nwarmup: {lr: 1}\n", ["bad.yaml", "warmup.lr", "sft.lr", "keep one"]),
+        ("warmup:\n", ["bad.yaml", "sft is empty"]),
+        ("warmup: {nope: 3}\n", ["recipe bad", "sft.nope", "3"]),
+        ("warmup: {lr: abc}\n", ["recipe bad", "sft.lr='abc'"]),
+        (
+            "trainer:\n",
+            ["recipe bad", "bad.yaml", "trainer is empty", "a section is needed", "remove it"],
+        ),
+        ("rollout: {agent: }\n", ["bad.yaml", "rollout.agent is empty", "a section is needed"]),
+        (
+            "data: {val_files: }\n",
+            ["bad.yaml", "data.val_files is empty", "a mapping is needed, {a: b}", "remove it"],
+        ),
+        ("data: {train_files: [[1]]}\n", ["data.train_files[0]=[1]", "a single value"]),
+        ("3\n", ["recipe bad", "bad.yaml", "holds 3", "a recipe holds sections"]),
+        ("abc\n", ["recipe bad", "bad.yaml", "holds 'abc'", "a recipe holds sections"]),
+        ("[a, b]\n", ["recipe bad", "bad.yaml", "holds ['a', 'b']", "a recipe holds sections"]),
         ("data:\n  seed: abc\n", ["recipe bad", "data.seed='abc'"]),
         ("data: 3\n", ["recipe bad", "data=3", "section"]),
         ("rollout: {agent: 3}\n", ["recipe bad", "rollout.agent=3", "section"]),
@@ -187,6 +217,76 @@ def test_faults_in_a_recipe(tmp_path: Path, content: str, parts: list[str]) -> N
     (tmp_path / "bad.yaml").write_text(content)
     text = _error(str(tmp_path / "bad.yaml"))
     assert [part for part in parts if part not in text] == [], text
+
+
+def test_faults_in_a_recipe_that_is_extended_name_its_file(recipe: str, tmp_path: Path) -> None:
+    (tmp_path / "child.yaml").write_text("defaults: [mine, _self_]\n")
+    for content in ("3\n", "trainer:\n", "warmup: {lr: 1}\nsft: {lr: 2}\n"):
+        Path(recipe).write_text(content)
+        assert _error(str(tmp_path / "child.yaml")).startswith(f"recipe mine ({recipe})")
+
+
+def test_a_recipe_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_bytes(b"\xff\xfe\xfa")
+    text = _error(str(tmp_path / "bad.yaml"))
+    assert "bad.yaml" in text
+    assert "cannot be read" in text
+
+
+FORMER = """\
+warmup: {lr: 0.5, files: [a.jsonl], loss: forward_kl}
+training: {attention: eager, num_threads: "${warmup.samples_per_update}"}
+trainer: {warmup_steps: 3, total_epochs: 2, update_epochs: "${trainer.warmup_steps}"}
+"""
+
+
+def test_former_keys_of_a_recipe_are_read(
+    recipe: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with open(recipe, "a") as file:
+        file.write(FORMER)
+    cfg = load_config(recipe, ["data.seed=3"])
+    assert (cfg.sft.lr, cfg.sft.files, cfg.sft.loss) == (0.5, ["a.jsonl"], "forward_kl")
+    assert (cfg.sft.steps, cfg.trainer.total_epochs, cfg.trainer.update_epochs) == (3, 2, 3)
+    assert (cfg.compute.attention, cfg.compute.num_threads) == ("eager", 8)
+    assert caplog.messages == [
+        f"recipe mine ({recipe}): {line}"
+        for line in (
+            "warmup.lr is now called sft.lr",
+            "warmup.files is now called sft.files",
+            "warmup.loss is now called sft.loss",
+            "training.attention is now called compute.attention",
+            "training.num_threads is now called compute.num_threads",
+            "trainer.warmup_steps is now called sft.steps",
+        )
+    ]
+
+
+def test_former_keys_of_recipes_that_are_extended_are_read(
+    recipe: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where the extending recipe has the other name: it is the later one, so it counts."""
+    with open(recipe, "a") as file:
+        file.write(FORMER)
+    child = tmp_path / "child.yaml"
+    child.write_text("defaults: [mine, _self_]\nsft: {lr: 0.25}\ntraining: {attention: sdpa}\n")
+    cfg = load_config(str(child), [])
+    assert (cfg.sft.lr, cfg.sft.steps, cfg.compute.attention) == (0.25, 3, "sdpa")
+    assert len(caplog.messages) == 7
+    assert (
+        f"recipe child ({child}): training.attention is now called compute.attention"
+        in caplog.messages
+    )
+
+
+def test_former_names_of_every_key_are_read(recipe: str, tmp_path: Path) -> None:
+    """As in the config.yaml of a former run, which has all keys."""
+    expected = load_config(recipe, ["sft.steps=5", "sft.loss=tv", "compute.num_threads=3"])
+    saved = yaml.safe_load(to_yaml(expected))
+    saved["trainer"]["warmup_steps"] = saved["sft"].pop("steps")
+    saved["warmup"], saved["training"] = saved.pop("sft"), saved.pop("compute")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(saved))
+    assert load_config(str(tmp_path / "config.yaml"), []) == expected
 
 
 def test_unknown_recipes(tmp_path: Path) -> None:

@@ -14,7 +14,15 @@ from verl_opd.config.schema import Config
 from verl_opd.config.validate import validate
 from verl_opd.devices import DEVICES
 from verl_opd.errors import ConfigError
-from verl_opd.opd.names import REJECTED_LOSSES, RESPONSE_LOSSES, TOP_K_LOSS
+from verl_opd.opd.losses import FULL_VOCABULARY, SINGLE_TOKEN
+from verl_opd.opd.names import (
+    BLOCK_LOSSES,
+    ESTIMATORS,
+    FULL_VOCABULARY_LOSSES,
+    REJECTED_LOSSES,
+    SCORED_LOSSES,
+    TOP_K_LOSS,
+)
 from verl_opd.report.trackers import TRACKERS
 from verl_opd.rollout.agent_loop import AGENT_LOOPS
 
@@ -194,14 +202,19 @@ def test_a_model_path_that_is_a_file(recipe: str) -> None:
 
 def test_choices_are_those_of_the_code_that_reads_them() -> None:
     choices = {key: rule.choices for key, rule in rules().items() if rule.choices}
-    assert choices["opd.response_loss"] == RESPONSE_LOSSES
-    assert set(RESPONSE_LOSSES) - set(choices["sft.loss"]) == {TOP_K_LOSS}, (
-        "no server scores the text of supervised steps"
-    )
-    assert choices["opd.rejected_loss"] == REJECTED_LOSSES
+    on_text = {"cross_entropy", *SINGLE_TOKEN, *FULL_VOCABULARY, *BLOCK_LOSSES}
+    assert set(choices["sft.loss"]) == on_text, "no server scores the text of supervised steps"
+    assert set(choices["opd.response_loss"]) == {*on_text, TOP_K_LOSS}
+    assert set(choices["opd.rejected_loss"]) == set(SINGLE_TOKEN)
     assert set(choices["rollout.agent.loop"]) == set(AGENT_LOOPS)
     assert choices["trainer.logger"] == TRACKERS
     assert set(choices["trainer.device"]) == {"auto", *DEVICES}
+
+
+def test_every_name_of_a_loss_has_its_function_and_the_reverse() -> None:
+    assert set(REJECTED_LOSSES) == set(SCORED_LOSSES) == set(SINGLE_TOKEN)
+    assert set(ESTIMATORS) == set(SINGLE_TOKEN) - {"forward_kl"}
+    assert set(FULL_VOCABULARY_LOSSES) == set(FULL_VOCABULARY)
 
 
 def test_defaults_keep_their_rules() -> None:
