@@ -1,4 +1,4 @@
-"""Symptoms of a run that trains on nothing: each is said once, with what is known."""
+"""Symptoms of a run that trains on nothing: each is reported once, with what is known."""
 
 from __future__ import annotations
 
