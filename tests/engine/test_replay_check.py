@@ -16,7 +16,7 @@ from tests.engine.conftest import K, LiveEngine, draft_for
 from tests.options import loss_settings, planned
 from tests.training import process_group
 from verl_opd.config.schema import Config
-from verl_opd.drafts.dflash import family as dflash_family
+from verl_opd.drafts.dflash import replay as dflash_replay
 from verl_opd.opd.layout import Layout
 from verl_opd.opd.losses import stream_totals
 from verl_opd.opd.metrics import reduce_metrics
@@ -112,12 +112,12 @@ def swapped_head(live: LiveEngine, patch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 
 def anchor_sees_itself(live: LiveEngine, patch: pytest.MonkeyPatch, tmp_path: Path) -> DraftTrainer:
-    strict = dflash_family.visibility
+    strict = dflash_replay.visibility
 
     def not_strict(layout: Layout, context_len: int, *kind: Any) -> Tensor:
         return strict(replace(layout, anchors=layout.anchors + 1), context_len, *kind)
 
-    patch.setattr(dflash_family, "visibility", not_strict)
+    patch.setattr(dflash_replay, "visibility", not_strict)
     return trainer_for(live)
 
 
