@@ -88,7 +88,7 @@ class FakeStage:
             self._actions.append(f"collect {self.name} {number}")
             if number < end - 1:
                 tick()
-        return Collected([sample()], [], end - step, shown=sample(f"{self.name} {end}"))
+        return Collected([[sample(f"{self.name} {end}")]], [], end - step)
 
     def updates(self, step: int, collected: Collected) -> Iterator[Update]:
         self._actions.append(f"updates {self.name} {step}")
@@ -106,6 +106,9 @@ class FakeStage:
             lr=1e-3 * (step + 1),
             check=self._check,
         )
+
+    def finish(self) -> None:
+        self._actions.append(f"finish {self.name}")
 
 
 class FakeTrainers(Trainers):

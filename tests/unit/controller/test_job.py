@@ -107,6 +107,7 @@ def test_given_conversations_go_on_where_they_were_and_other_ones_are_an_error(
     cfg.sft.files = [conversations(tmp_path / "a.jsonl", "one", "two", "three", "four", "five")]
     job, store = prepare(cfg), CheckpointStore(tmp_path / "run", keep_last=1)
     whole, at = position_at(job, None), position_at(job, None)
+    assert whole.progress.steps == {"sft": 0, "opd": 0}, "every stage is counted from the start"
     assert "5 conversations (5 rows read" in at.given
     order = [sample.sample_id for _ in range(5) for sample in whole.conversations.next_batch()]
     assert [
