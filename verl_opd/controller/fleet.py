@@ -37,7 +37,8 @@ class Fleet:
 
     A server or agent loop that dies or hangs is replaced, as long as `restarts` allow; the samples
     it was working on are run again, and no others. `snapshot` (set by the loop) gives the draft
-    that all engines hold, for an engine that has just been started.
+    that all engines hold, for an engine that has just been started. `logs` is the directory for
+    the logs of agent loops; servers have theirs in their settings.
     """
 
     def __init__(
@@ -45,11 +46,12 @@ class Fleet:
         cfg: Config,
         placement: Placement,
         settings: Sequence[EngineSettings],
+        logs: Path,
         teachers: Sequence[TeacherSettings] = (),
         restarts: Restarts | None = None,
     ) -> None:
         self._cfg, self._placement, self._settings = cfg, placement, list(settings)
-        self._teacher_settings = list(teachers)
+        self._logs, self._teacher_settings = logs, list(teachers)
         self._restarts = restarts or Restarts(cfg.trainer.max_restarts)
         self.counts = {"engine_restarts": 0, "agent_restarts": 0, "rerun_samples": 0}
         if teachers:
@@ -79,7 +81,7 @@ class Fleet:
         return server
 
     def _new_agent(self, index: int) -> Any:
-        rollout, engine_log = self._cfg.rollout, self._settings[0].host.log_path
+        rollout = self._cfg.rollout
         teachers: dict[str, list[Any]] = {}
         for settings, server in zip(self._teacher_settings, self._teachers, strict=True):
             teachers.setdefault(settings.name, []).append(server)
@@ -90,7 +92,8 @@ class Fleet:
             rollout.agent.max_concurrency,
             rollout.request_timeout,
             teachers,
-            engine_log and str(Path(engine_log).with_name(f"agent_{index}.log")),
+            f"agent loop {index}",
+            str(self._logs / f"agent_{index}.log"),
         )
         self._placement.actors.append(agent)
         return agent

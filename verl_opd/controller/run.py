@@ -77,7 +77,7 @@ def running(
         trainers.export(draft_path)
         settings = engine_settings(job, placement, draft_path, run.logs)
         teachers = teacher_settings(job, placement, run.logs)
-        fleet = Fleet(job.cfg, placement, settings, teachers, restarts)
+        fleet = Fleet(job.cfg, placement, settings, run.logs, teachers, restarts)
         for index, started in enumerate(fleet.start()):
             log.info(
                 "engine %d: ready in %.0f s, HTTP at %s", index, started["seconds"], started["url"]
