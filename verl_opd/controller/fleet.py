@@ -57,7 +57,8 @@ class Fleet:
         if teachers:
             self.counts["teacher_restarts"] = 0
         self.snapshot: Callable[[], DraftSnapshot] | None = None
-        self._drafting = True
+        self._drafting = True  # whether engines draft
+        self._switchable = True  # until an engine turns out not to support switching it
         self.servers = [self._new_server(index) for index in range(len(settings))]
         self.phases = [PhaseMachine(index) for index in range(len(settings))]
         self._teachers = [self._new_teacher(index) for index in range(len(teachers))]
@@ -276,13 +277,15 @@ class Fleet:
         self._placement.actors.remove(actor)
 
     def set_drafting(self, enabled: bool) -> bool:
-        """Turn drafting on or off between rollouts. False when an engine does not support that;
-        drafting then stays on everywhere.
+        """Turn drafting on or off between rollouts; nothing happens where it is so already. False
+        when an engine does not support that: drafting then stays on everywhere, for good.
         """
+        if enabled == self._drafting or not self._switchable:
+            return enabled == self._drafting
         done = all(ray.get([server.set_drafting.remote(enabled) for server in self.servers]))
         if not done and not enabled:
             ray.get([server.set_drafting.remote(True) for server in self.servers])
-        self._drafting = enabled if done else True
+        self._drafting, self._switchable = enabled or not done, done
         return done
 
     # -- phases ------------------------------------------------------------------------------------
