@@ -1,24 +1,32 @@
-"""Stand-ins for the members of a Loop. Each is a subclass of what it stands for, so that mypy
-compares their methods, and notes its calls in one common list.
+"""Stand-ins for the members of a Loop, and for the actors of a Fleet. The former are subclasses of
+what they stand for, so that mypy compares their methods. All note their calls in one common list.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import pytest
+import ray
 from rich.console import Console as RichConsole
 
 from verl_opd.config.schema import Config
 from verl_opd.controller.benchmarks import Benchmarks
 from verl_opd.controller.checkpoints import Checkpoints
+from verl_opd.controller.fleet import Fleet
 from verl_opd.controller.loop import Loop
+from verl_opd.controller.placement import Placement
 from verl_opd.controller.progress import Progress
 from verl_opd.controller.rollouts import Rollouts
 from verl_opd.controller.stages import Collected, Update
 from verl_opd.controller.trainers import Trainers
 from verl_opd.data.prompts import Prompt
+from verl_opd.devices import DEVICES
+from verl_opd.engines.settings import EngineSettings
 from verl_opd.opd.losses import LossSettings, StreamTotals
 from verl_opd.opd.metrics import StepMetrics
 from verl_opd.opd.options import LossOptions
@@ -28,6 +36,7 @@ from verl_opd.report.acceptance import BenchmarkResult
 from verl_opd.report.console import StageBar
 from verl_opd.report.step_report import FinishedStep, StepReporter
 from verl_opd.report.timing import Stopwatch
+from verl_opd.rollout.teacher import TeacherSettings
 
 
 def sample(name: str = "a") -> RolloutSample:
@@ -88,7 +97,7 @@ class FakeStage:
             self._actions.append(f"collect {self.name} {number}")
             if number < end - 1:
                 tick()
-        return Collected([sample()], [], end - step, shown=sample(f"{self.name} {end}"))
+        return Collected([[sample(f"{self.name} {end}")]], [], end - step)
 
     def updates(self, step: int, collected: Collected) -> Iterator[Update]:
         self._actions.append(f"updates {self.name} {step}")
@@ -106,6 +115,9 @@ class FakeStage:
             lr=1e-3 * (step + 1),
             check=self._check,
         )
+
+    def finish(self) -> None:
+        self._actions.append(f"finish {self.name}")
 
 
 class FakeTrainers(Trainers):
@@ -224,3 +236,134 @@ def fake_loop(
         schedule=(cfg or Config()).trainer,
         stopping=stopping,
     )
+
+
+@dataclass
+class FakeMethod:
+    """A method of an actor: a call is noted as (actor, method, arguments) and answered at once."""
+
+    actor: FakeActor
+    name: str
+
+    def remote(self, *args: Any) -> Any:
+        self.actor.calls.append((self.actor.name, self.name, *args))
+        answer = self.actor.answers.get(self.name)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+@dataclass(eq=False)
+class FakeActor:
+    """An actor handle that answers from a table."""
+
+    name: str
+    calls: list[tuple[Any, ...]]
+    answers: dict[str, Any]  # by method
+    made_with: tuple[Any, ...] = ()  # arguments of its constructor
+
+    def __getattr__(self, method: str) -> FakeMethod:
+        return FakeMethod(self, method)
+
+
+@dataclass
+class FakeActorClass:
+    """Makes actors "engine 0", "engine 1", ...; those that replace others are numbered on."""
+
+    kind: str
+    calls: list[tuple[Any, ...]]
+    answers: dict[str, Any]
+    made: list[FakeActor] = field(default_factory=list)
+
+    def options(self, **options: Any) -> FakeActorClass:
+        return self
+
+    def remote(self, *args: Any) -> FakeActor:
+        name = f"{self.kind} {len(self.made)}"
+        self.made.append(FakeActor(name, self.calls, dict(self.answers), args))
+        return self.made[-1]
+
+
+class FakeRay:
+    """Ray for a Fleet of fake actors, whose answers need no waiting."""
+
+    exceptions = ray.exceptions
+
+    def __init__(self, calls: list[tuple[Any, ...]]) -> None:
+        self._calls = calls
+
+    def get(self, answer: Any, timeout: float | None = None) -> Any:
+        return answer
+
+    def kill(self, actor: FakeActor, no_restart: bool) -> None:
+        self._calls.append((actor.name, "kill"))
+
+
+class FakePlacement(Placement):
+    """A CPU without Ray."""
+
+    def __init__(self) -> None:
+        self.device, self.actors = DEVICES["cpu"], []
+
+    def lost_nodes(self) -> list[str]:
+        return []
+
+    def actor_options(self, index: int) -> dict[str, Any]:
+        return {}
+
+    def teacher_options(self, index: int) -> dict[str, Any]:
+        return {}
+
+
+@dataclass
+class FakeActors:
+    """The actors of a fleet; a server fails as long as `reasons` name it."""
+
+    calls: list[tuple[Any, ...]]
+    engines: FakeActorClass
+    teachers: FakeActorClass
+    agents: FakeActorClass
+    placement: FakePlacement = field(default_factory=FakePlacement)
+    reasons: dict[str, str] = field(default_factory=dict)  # name of a server -> why it failed
+
+
+def fake_fleet(
+    monkeypatch: pytest.MonkeyPatch, engines: int = 1, teachers: Sequence[str] = ()
+) -> tuple[Fleet, FakeActors]:
+    """A started Fleet with an agent loop per engine and a server per name of `teachers`; its
+    actors, whose calls from now on are noted.
+    """
+    calls: list[tuple[Any, ...]] = []
+    started = {"start": {"seconds": 1.0, "url": "u"}, "target_checksum": "t", "set_drafting": True}
+    actors = FakeActors(
+        calls,
+        FakeActorClass("engine", calls, started),
+        FakeActorClass("teacher", calls, started),
+        FakeActorClass("agent", calls, {}),
+    )
+    for name, value in {
+        "ray": FakeRay(calls),
+        "driver_options": dict,
+        "failure": lambda server: actors.reasons.get(server.name, ""),
+        "push_draft": lambda servers, snapshot, first=0: calls.append(
+            ("push", [server.name for server in servers], snapshot, first)
+        ),
+        "RolloutServerActor": actors.engines,
+        "TeacherServerActor": actors.teachers,
+        "AgentLoopWorkerActor": actors.agents,
+        "RouterActor": FakeActorClass("router", calls, {}),
+    }.items():
+        monkeypatch.setattr(f"verl_opd.controller.fleet.{name}", value)
+    settings = EngineSettings(model_path="t", dtype="float32", max_model_len=8, max_num_seqs=1)
+    cfg = Config()
+    cfg.trainer.n_student_workers = engines
+    fleet = Fleet(
+        cfg,
+        actors.placement,
+        [settings] * engines,
+        Path("logs"),
+        [TeacherSettings(name, settings) for name in teachers],
+    )
+    fleet.start()
+    calls.clear()
+    return fleet, actors

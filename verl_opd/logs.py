@@ -5,11 +5,8 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 TREE = "verl_opd"
-# what a process is, by the name of its log file
-ROLES = {"train": "trainer rank", "rollout": "engine", "teacher": "teacher", "agent": "agent loop"}
 
 
 class LineFormatter(logging.Formatter):
@@ -24,13 +21,12 @@ class LineFormatter(logging.Formatter):
         return "\n".join(f"{head}  {line}" for line in super().format(record).splitlines() or [""])
 
 
-def open_log(log_path: str) -> None:
-    """Log to standard error, under the role that `log_path` is named for ("engine 1" for
-    `logs/rollout_1.log`). Call it after `redirect_output(log_path)`.
+def open_log(role: str) -> None:
+    """Log to standard error, every line under `role`, such as "engine 1". Call it after
+    `redirect_output`, which sends standard error to the log file of this process.
     """
-    kind, _, number = Path(log_path).stem.rpartition("_")
     handler = logging.StreamHandler()
-    handler.setFormatter(LineFormatter(f"{ROLES[kind]} {number}"))
+    handler.setFormatter(LineFormatter(role))
     tree = logging.getLogger(TREE)
     tree.handlers = [handler]
     tree.setLevel(logging.INFO)

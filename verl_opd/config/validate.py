@@ -60,10 +60,9 @@ def _check_rules(cfg: Config) -> None:
     """Single keys, by the rules declared in the schema."""
     for key, rule in rules().items():
         value = reduce(getattr, key.split("."), cfg)
-        entries = value if rule.choices and isinstance(value, list) else [value]
-        for entry in entries:
-            if broken := rule.broken_by(entry):
-                raise ConfigError(f"{key}={_shown(entry)} {broken}")
+        if found := rule.breach(value):
+            entry, how = found
+            raise ConfigError(f"{key}={_shown(entry)} {how}")
 
 
 def _shown(value: Any) -> str:

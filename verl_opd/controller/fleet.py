@@ -37,7 +37,8 @@ class Fleet:
 
     A server or agent loop that dies or hangs is replaced, as long as `restarts` allow; the samples
     it was working on are run again, and no others. `snapshot` (set by the loop) gives the draft
-    that all engines hold, for an engine that has just been started.
+    that all engines hold, for an engine that has just been started. `logs` is the directory for
+    the logs of agent loops; servers have theirs in their settings.
     """
 
     def __init__(
@@ -45,17 +46,19 @@ class Fleet:
         cfg: Config,
         placement: Placement,
         settings: Sequence[EngineSettings],
+        logs: Path,
         teachers: Sequence[TeacherSettings] = (),
         restarts: Restarts | None = None,
     ) -> None:
         self._cfg, self._placement, self._settings = cfg, placement, list(settings)
-        self._teacher_settings = list(teachers)
+        self._logs, self._teacher_settings = logs, list(teachers)
         self._restarts = restarts or Restarts(cfg.trainer.max_restarts)
         self.counts = {"engine_restarts": 0, "agent_restarts": 0, "rerun_samples": 0}
         if teachers:
             self.counts["teacher_restarts"] = 0
         self.snapshot: Callable[[], DraftSnapshot] | None = None
-        self._drafting = True
+        self._drafting = True  # whether engines draft
+        self._switchable = True  # until an engine turns out not to support switching it
         self.servers = [self._new_server(index) for index in range(len(settings))]
         self.phases = [PhaseMachine(index) for index in range(len(settings))]
         self._teachers = [self._new_teacher(index) for index in range(len(teachers))]
@@ -79,7 +82,7 @@ class Fleet:
         return server
 
     def _new_agent(self, index: int) -> Any:
-        rollout, engine_log = self._cfg.rollout, self._settings[0].host.log_path
+        rollout = self._cfg.rollout
         teachers: dict[str, list[Any]] = {}
         for settings, server in zip(self._teacher_settings, self._teachers, strict=True):
             teachers.setdefault(settings.name, []).append(server)
@@ -90,7 +93,8 @@ class Fleet:
             rollout.agent.max_concurrency,
             rollout.request_timeout,
             teachers,
-            engine_log and str(Path(engine_log).with_name(f"agent_{index}.log")),
+            f"agent loop {index}",
+            str(self._logs / f"agent_{index}.log"),
         )
         self._placement.actors.append(agent)
         return agent
@@ -273,13 +277,15 @@ class Fleet:
         self._placement.actors.remove(actor)
 
     def set_drafting(self, enabled: bool) -> bool:
-        """Turn drafting on or off between rollouts. False when an engine does not support that;
-        drafting then stays on everywhere.
+        """Turn drafting on or off between rollouts; nothing happens where it is so already. False
+        when an engine does not support that: drafting then stays on everywhere, for good.
         """
+        if enabled == self._drafting or not self._switchable:
+            return enabled == self._drafting
         done = all(ray.get([server.set_drafting.remote(enabled) for server in self.servers]))
         if not done and not enabled:
             ray.get([server.set_drafting.remote(True) for server in self.servers])
-        self._drafting = enabled if done else True
+        self._drafting, self._switchable = enabled or not done, done
         return done
 
     # -- phases ------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ class Loop:
                 while self.progress.steps[stage.name] < stage.steps:
                     self._stop_if_asked()
                     self._step(stage, bar)
-            self.progress.pool.clear()
+        stage.finish()
         if stage.steps:
             self._measure(point)
 

@@ -39,15 +39,16 @@ class Position:
 
     def finished(self, cfg: Config) -> bool:
         """Whether all steps of all stages are done."""
-        steps = self.progress.steps
-        return steps[SFT] >= cfg.sft.steps and steps[OPD] >= opd_steps(cfg, self.prompts)
+        planned = planned_steps(cfg, self.prompts)
+        return all(self.progress.steps[name] >= steps for name, steps in planned.items())
 
 
-def opd_steps(cfg: Config, prompts: Loader[Prompt]) -> int:
-    """On-policy steps of the whole run."""
-    if cfg.trainer.total_training_steps is not None:
-        return cfg.trainer.total_training_steps
-    return cfg.trainer.total_epochs * prompts.batches_per_epoch
+def planned_steps(cfg: Config, prompts: Loader[Prompt]) -> dict[str, int]:
+    """Steps of the whole run by stage, in the order of the stages."""
+    on_policy = cfg.trainer.total_training_steps
+    if on_policy is None:
+        on_policy = cfg.trainer.total_epochs * prompts.batches_per_epoch
+    return {SFT: cfg.sft.steps, OPD: on_policy}
 
 
 def position_at(job: Job, checkpoint: Path | None) -> Position:
@@ -63,6 +64,8 @@ def position_at(job: Job, checkpoint: Path | None) -> Position:
         state = CheckpointStore.read_state(checkpoint)
         at.prompts.load_state(state["data"])
         at.progress = Progress.from_state(state["progress"])
+    for name in planned_steps(job.cfg, prompts):
+        at.progress.steps.setdefault(name, 0)  # checkpoints hold the counter of every stage
     if at.progress.steps[SFT] < job.cfg.sft.steps:
         _place_conversations(at, job, state.get("conversations"))
     return at

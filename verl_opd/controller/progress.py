@@ -12,6 +12,8 @@ from verl_opd.report.acceptance import BenchmarkResult, results_by_stage
 from verl_opd.rollout.sync import SyncReport
 
 SFT, OPD = "sft", "opd"  # names of the stages
+_STEP = "_step"  # ends the keys of step counters in a checkpoint, behind the name of the stage
+_FORMER_NAMES = {"warmup": SFT}  # of stages, in older checkpoints
 
 
 @dataclass
@@ -45,8 +47,7 @@ class Progress:
     def state(self) -> dict[str, Any]:
         """JSON form; `from_state` inverts it except for `sync` and the pool's traces."""
         return {
-            f"{SFT}_step": self.steps[SFT],
-            f"{OPD}_step": self.steps[OPD],
+            **{f"{name}{_STEP}": done for name, done in self.steps.items()},
             "version": self.version,
             "results": {
                 point: [result.as_dict() for result in results]
@@ -61,7 +62,9 @@ class Progress:
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Progress:
         """Also reads the state of checkpoints that call the supervised stage `warmup`."""
-        supervised = state["warmup_step"] if "warmup_step" in state else state[f"{SFT}_step"]
+        done = {
+            key.removesuffix(_STEP): count for key, count in state.items() if key.endswith(_STEP)
+        }
         pool = [
             RolloutSample(
                 sample_id=sample_id,
@@ -75,7 +78,7 @@ class Progress:
             for sample_id, source, prompt, response in state["pool"]
         ]
         return cls(
-            steps=Counter({SFT: supervised, OPD: state[f"{OPD}_step"]}),
+            steps=Counter({_FORMER_NAMES.get(name, name): n for name, n in done.items()}),
             version=state["version"],
             results=results_by_stage(state["results"]),
             pool=pool,

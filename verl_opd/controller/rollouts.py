@@ -35,7 +35,6 @@ class Rollouts:
     benchmarks: Benchmarks
     clock: Stopwatch
     dropped: int = 0  # samples with log-probs that are not numbers
-    drafting: bool = True  # whether drafting is switched on
 
     def __post_init__(self) -> None:
         self.fleet.snapshot = self._snapshot  # for an engine that replaces a lost one
@@ -47,7 +46,7 @@ class Rollouts:
         scores of teacher servers, in runs that have any.
         """
         rollout, data = self.cfg.rollout, self.cfg.data
-        self._draft(drafting)
+        self.fleet.set_drafting(drafting)
         prompts = self.position.prompts.next_batch()
         sampling = {
             "temperature": rollout.temperature,
@@ -61,7 +60,7 @@ class Rollouts:
 
     def measure(self) -> list[BenchmarkResult]:
         """All benchmarks with the current draft."""
-        self._draft(True)
+        self.fleet.set_drafting(True)
         with self.clock.part("testing"):
             return self.benchmarks.run(self.fleet, self.position.progress.version)
 
@@ -88,11 +87,6 @@ class Rollouts:
 
     def _snapshot(self) -> DraftSnapshot:
         return self.trainers.snapshot(self.snapshots.path, self.position.progress.version)
-
-    def _draft(self, on: bool) -> None:
-        if on != self.drafting:
-            self.fleet.set_drafting(on)
-            self.drafting = on
 
     def _keep_finite(self, samples: list[RolloutSample]) -> list[RolloutSample]:
         """`samples` without those with a log-prob that is not a number. RolloutError when more than

@@ -21,7 +21,7 @@ from verl_opd.controller.fleet import Fleet
 from verl_opd.controller.job import Job, prepare
 from verl_opd.controller.loop import Loop
 from verl_opd.controller.placement import Placement, place
-from verl_opd.controller.position import Position, opd_steps, position_at
+from verl_opd.controller.position import Position, planned_steps, position_at
 from verl_opd.controller.progress import OPD, SFT
 from verl_opd.controller.rollouts import Rollouts
 from verl_opd.controller.settings import engine_settings, teacher_settings
@@ -77,7 +77,7 @@ def running(
         trainers.export(draft_path)
         settings = engine_settings(job, placement, draft_path, run.logs)
         teachers = teacher_settings(job, placement, run.logs)
-        fleet = Fleet(job.cfg, placement, settings, teachers, restarts)
+        fleet = Fleet(job.cfg, placement, settings, run.logs, teachers, restarts)
         for index, started in enumerate(fleet.start()):
             log.info(
                 "engine %d: ready in %.0f s, HTTP at %s", index, started["seconds"], started["url"]
@@ -269,11 +269,7 @@ class Training:
         cfg, progress, draft = self.job.cfg, at.progress, self.run.exports / "draft"
         return Outcome(
             results=progress.results,
-            steps={
-                SFT: progress.steps[SFT],
-                OPD: progress.steps[OPD],
-                "optimiser": progress.version,
-            },
+            steps={**progress.steps, "optimiser": progress.version},
             weight_sync={
                 "version": progress.sync.version,
                 "seconds": round(progress.sync.seconds, 4),
@@ -293,20 +289,20 @@ def stages_of(
     job: Job, at: Position, rollouts: Rollouts, trainers: Trainers
 ) -> tuple[Supervised, OnPolicy]:
     """The stages of a run, in their order."""
-    cfg, own = job.cfg, job.vocabulary
+    cfg, own, steps = job.cfg, job.vocabulary, planned_steps(job.cfg, at.prompts)
     size = get_family(cfg.draft.family).block_size(
         job.draft_config, cfg.rollout.num_speculative_tokens
     )
     blocks = Blocks(size, None if own is None else frozenset(own.token_ids.tolist()))
     return (
-        Supervised(cfg=cfg, blocks=blocks, rollouts=rollouts, position=at, steps=cfg.sft.steps),
+        Supervised(cfg=cfg, blocks=blocks, rollouts=rollouts, position=at, steps=steps[SFT]),
         OnPolicy(
             cfg=cfg,
             blocks=blocks,
             rollouts=rollouts,
             trainers=trainers,
             position=at,
-            steps=opd_steps(cfg, at.prompts),
+            steps=steps[OPD],
             reward=job.reward,
             diagnostics=job.diagnostics,
         ),
@@ -315,7 +311,7 @@ def stages_of(
 
 def _headline(job: Job, run: RunDir, at: Position, checkpoint: Path | None) -> str:
     """What is about to run, one line a subject."""
-    cfg, report = job.cfg, job.train_report
+    cfg, report, steps = job.cfg, job.train_report, planned_steps(job.cfg, at.prompts)
     servers = ", ".join(
         f"{name}: {cfg.teacher.replicas} x {path}" for name, path in job.teachers.items()
     )
@@ -332,7 +328,7 @@ def _headline(job: Job, run: RunDir, at: Position, checkpoint: Path | None) -> s
         f"block {job.diagnostics['block_size']}, K={cfg.rollout.num_speculative_tokens}; {start}\n"
         f"teacher {teacher}\n"
         f"data   {len(job.train)} prompts ({report}); {held_out} held out\n{at.given}"
-        f"plan   {cfg.sft.steps} supervised + {opd_steps(cfg, at.prompts)} OPD steps of "
+        f"plan   {steps[SFT]} supervised + {steps[OPD]} OPD steps of "
         f"{cfg.data.train_batch_size} prompts, "
         f"{cfg.trainer.n_student_workers} student worker(s) on {job.device.name}\n"
         f"run    {run.root}\n"

@@ -1,5 +1,5 @@
-"""The stages of a run. A stage answers four questions: what it is called, how many steps it takes,
-how it collects samples, and which updates follow from them.
+"""The stages of a run. A stage has a name and a number of steps; it collects samples, and makes the
+updates that follow from them.
 """
 
 from __future__ import annotations
@@ -44,10 +44,19 @@ from verl_opd.training.updates import (
 class Collected:
     """What a stage collected for its next updates."""
 
-    samples: list[RolloutSample]  # to learn from
+    batches: list[list[RolloutSample]]  # to learn from, in the order of collection; not empty
     metrics: list[StepMetrics]  # one entry a rollout step
     steps: int  # steps of the stage that this took
-    shown: RolloutSample  # for samples.log
+
+    @property
+    def samples(self) -> list[RolloutSample]:
+        """Those of all batches."""
+        return list(chain(*self.batches))
+
+    @property
+    def shown(self) -> RolloutSample:
+        """The one for samples.log."""
+        return self.batches[-1][0]
 
 
 @dataclass(kw_only=True)
@@ -80,6 +89,9 @@ class Stage(Protocol):
         """The optimiser steps that follow step `step`, the last one that was collected. Each is
         made when the one before it is done.
         """
+
+    def finish(self) -> None:
+        """Drop what only the steps of this stage need; called when they are all done."""
 
 
 @dataclass(frozen=True)
@@ -122,19 +134,22 @@ class Supervised:
             self.position.progress.pool.extend(rolled_out)
             metrics.append(rollout_metrics(rolled_out, self.cfg.data.max_response_length))
         batches = [self._samples(index) for index in self._indices(step)]
-        return Collected(list(chain(*batches)), metrics, 1, shown=batches[-1][0])
+        return Collected(batches, metrics, steps=1)
 
     def updates(self, step: int, collected: Collected) -> Iterator[Update]:
-        sft, samples = self.cfg.sft, collected.samples
-        size, total = len(samples) // sft.updates_per_step, self.steps * sft.updates_per_step
-        for offset, index in enumerate(self._indices(step)):
-            batch = samples[offset * size : (offset + 1) * size]
+        sft = self.cfg.sft
+        total = self.steps * sft.updates_per_step
+        for index, batch in zip(self._indices(step), collected.batches, strict=True):
             yield Update(
                 samples=batch,
                 items=[self.blocks.item(sample, self._plan(index, sample)) for sample in batch],
                 loss=sft_loss(self.cfg),
                 lr=lr_at(index, total, self.cfg.optim, sft.lr),
             )
+
+    def finish(self) -> None:
+        """Empty the pool of text."""
+        self.position.progress.pool.clear()
 
     def _indices(self, step: int) -> range:
         """Which updates of the stage belong to step `step`."""
@@ -187,7 +202,7 @@ class OnPolicy:
             batches.append(self.rollouts.next_batch(score=True))
         length = self.cfg.data.max_response_length
         metrics = [rollout_metrics(batch, length) for batch in batches]
-        return Collected(list(chain(*batches)), metrics, end - step, shown=batches[-1][0])
+        return Collected(batches, metrics, steps=end - step)
 
     def updates(self, step: int, collected: Collected) -> Iterator[Update]:
         """All samples, `update_epochs` times, in `updates_per_step` mini-batches."""
@@ -208,6 +223,9 @@ class OnPolicy:
                 lr=lr_at(index * per_step + offset, total, self.cfg.optim),
                 check=check if offset == 0 else None,
             )
+
+    def finish(self) -> None:
+        """Nothing is kept between steps."""
 
     def _items(self, samples: Sequence[RolloutSample]) -> list[TrainItem]:
         items = [self.blocks.item(sample, self._plan(sample)) for sample in samples]

@@ -19,6 +19,7 @@ class Host:
     device: str = "cpu"  # a key of DEVICES
     cpu_cores: tuple[int, ...] = ()  # cores to pin to; empty = not pinned
     kv_cache_gb: int | None = None  # KV cache on a CPU, in GB; None = 1
+    role: str = "engine"  # what its process is, before every line of its log
     log_path: str | None = None  # file for the output of the engine's processes; None = stdout
     http_port: int = 0  # port of the OpenAI-compatible server, where it has one; 0 = a free one
 

@@ -32,7 +32,7 @@ class VllmEngine:
     def __init__(self, settings: EngineSettings, title: str = "the engine", **own: Any) -> None:
         if settings.host.log_path:
             redirect_output(settings.host.log_path)
-            open_log(settings.host.log_path)
+            open_log(settings.host.role)
         self.settings, self.title = settings, title
         self.llm: Any = None  # vLLM's AsyncLLM, once started
         self.in_flight = 0  # requests of `generate` that have not returned

@@ -77,6 +77,7 @@ def build_chains(
     in_branch: list[tuple[int, int, int]] = []  # (entry, branch, row in branch)
     count = 0
     for index, item in enumerate(items):
+        ids, rejected = item.prompt_ids + item.response_ids, _rejected_tokens(item.plan)
         for block, (offsets, suffix) in enumerate(chain_offsets(item.plan)):
             full = _start(item, block, suffix[0] if suffix else max(offsets, default=0))
             for place, offset in enumerate(offsets):
@@ -86,7 +87,8 @@ def build_chains(
                 own_row = index * seq_len + full + offset - 1
                 entries.append([index, own_slot, count, place, own_row])
             if len(suffix) > 1:
-                branches.append(_branch(item, block, full + suffix[0]))
+                # up to the first rejected proposal, then the rejected ones but the last
+                branches.append((*ids[: full + suffix[0]], *rejected[block][:-1]))
             count += bool(offsets)
     longest = max((len(branch) for branch in branches), default=0)
     for entry, branch, row in in_branch:
@@ -124,12 +126,12 @@ def _start(item: TrainItem, block: int, last: int) -> int:
     return full
 
 
-def _branch(item: TrainItem, block: int, length: int) -> tuple[int, ...]:
-    """The first `length` tokens of the sample, then the block's rejected ones but the last."""
-    plan = item.plan
-    rejected = zip(plan.rejected_block, plan.rejected_offset, plan.rejected_token, strict=True)
-    tokens = [token for _, token in sorted((o, t) for b, o, t in rejected if b == block)]
-    return (item.prompt_ids + item.response_ids)[:length] + tuple(tokens[:-1])
+def _rejected_tokens(plan: BlockPlan) -> list[list[int]]:
+    """Rejected tokens of each block, in the order of their offsets, as `chain_offsets` checks."""
+    tokens: list[list[int]] = [[] for _ in plan.anchors]
+    for block, token in zip(plan.rejected_block, plan.rejected_token, strict=True):
+        tokens[block].append(token)
+    return tokens
 
 
 def end_to_end(tv: Tensor, chains: Chains) -> tuple[Tensor, Tensor]:

@@ -39,12 +39,25 @@ class Rule:
         >>> Rule(at_least=1, off=-1).broken_by(0)
         'must be at least 1, or -1 (off)'
         """
+        found = self.breach(value)
+        return "" if found is None else found[1]
+
+    def breach(self, value: Any) -> tuple[Any, str] | None:
+        """(what breaks this rule, how): `value` itself, or the first such entry of a list under
+        `choices`; None when nothing does.
+        """
+        entries = value if self.choices is not None and isinstance(value, list) else [value]
+        for entry in entries:
+            if problem := self._problem(entry):
+                return entry, problem
+        return None
+
+    def _problem(self, value: Any) -> str:
+        """How a single value breaks this rule."""
         if value is None:
             return ""
         if self.choices is not None:
-            entries = value if isinstance(value, list) else [value]
-            wrong = [entry for entry in entries if entry not in self.choices]
-            return f"is not one of {', '.join(self.choices)}" if wrong else ""
+            return "" if value in self.choices else f"is not one of {', '.join(self.choices)}"
         if self.check is not None:
             return self.check(value)
         if math.isfinite(value) and (value == self.off or self._in_range(value)):

@@ -123,11 +123,12 @@ class AgentLoopWorker:
         max_concurrency: int,
         request_timeout: float,
         teachers: Mapping[str, Sequence[Any]] | None = None,
+        role: str = "agent loop",
         log_path: str | None = None,
     ) -> None:
         if log_path:
             redirect_output(log_path)
-            open_log(log_path)
+            open_log(role)
         self._servers = Servers(servers, router, request_timeout)
         self._teachers = Teachers(teachers, request_timeout) if teachers else None
         self._loop = get_agent_loop(loop)(self._servers)

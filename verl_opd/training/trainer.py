@@ -73,7 +73,9 @@ class DraftTrainer:
         seed, init_std = cfg.trainer.seed, cfg.draft.init_std
         draft = self.family.build(self.draft_config, seed=seed, init_std=init_std)
         if cfg.draft.path is not None:
-            frozen = {"embed_tokens.weight": head.embedding, "lm_head.weight": head.weight}
+            # a file may repeat the target's tables, without rows that only pad the embedding
+            embedding = head.embedding[: len(head.weight)]  # [V, h]
+            frozen = {"embed_tokens.weight": embedding, "lm_head.weight": head.weight}
             self.family.load_weights(draft, cfg.draft.path, frozen)
         return draft
 

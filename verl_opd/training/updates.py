@@ -5,7 +5,7 @@ the policy-gradient form. Pure functions.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from verl_opd.config.schema import Config
 from verl_opd.opd.losses import LossSettings
@@ -18,8 +18,10 @@ Reward = Callable[[tuple[int, ...], tuple[int, ...], str], float]
 
 def opd_loss(cfg: Config) -> LossSettings:
     """The two loss streams of on-policy steps."""
-    decay = 1.0 if cfg.opd.rejected_first_only else cfg.opd.rejected_position_decay
-    options = replace(cfg.opd, rejected_position_decay=decay)
+    own = {item.name: getattr(cfg.opd, item.name) for item in fields(LossOptions)}
+    options = LossOptions(**own)
+    if cfg.opd.rejected_first_only:
+        options.rejected_position_decay = 1.0
     return LossSettings(options, teacher_temperature=cfg.rollout.temperature or 1.0)
 
 

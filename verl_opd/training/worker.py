@@ -41,7 +41,7 @@ class TrainWorker:
         log_path: str,
     ) -> None:
         redirect_output(log_path)
-        open_log(log_path)
+        open_log(f"trainer rank {rank}")
         self._cfg, self._draft_config, self._rank, self._world = cfg, draft_config, rank, world_size
         self._store: Any = None
         self._device = resolve_device(cfg.trainer.device)

@@ -25,7 +25,7 @@ def checkpoints(folder: Path, actions: list[str], trainers: Any = None) -> Check
     return Checkpoints(
         store=CheckpointStore(folder, keep_last=9),
         trainers=trainers or FakeTrainers(actions),
-        position=Position(prompts, Progress(steps=Counter({"opd": 7}))),
+        position=Position(prompts, Progress(steps=Counter({"sft": 0, "opd": 7}))),
         identity={"target": "t"},
         clock=Stopwatch(),
     )

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 
-from tests.tiny import MASK_TOKEN_ID
 from verl_opd.config.schema import Config
 from verl_opd.controller.job import Job, prepare
 from verl_opd.controller.position import Position, position_at
@@ -17,23 +16,6 @@ from verl_opd.controller.progress import Progress
 from verl_opd.drafts import get_family
 from verl_opd.errors import ConfigError
 from verl_opd.training.checkpoint import CheckpointStore
-
-
-@pytest.fixture
-def cfg(tiny_llama_dir: Path, tmp_path: Path) -> Config:
-    (tmp_path / "train.jsonl").write_text('{"prompt": "say one"}\n')
-    cfg = Config()
-    cfg.target.path, cfg.data.train_files, cfg.trainer.device = (
-        str(tiny_llama_dir),
-        [str(tmp_path / "train.jsonl")],
-        "cpu",
-    )
-    cfg.draft.mask_token_id, cfg.draft.target_layer_ids, cfg.rollout.num_speculative_tokens = (
-        MASK_TOKEN_ID,
-        [0, 2, 5],
-        3,
-    )
-    return cfg
 
 
 def test_a_draft_remembers_its_template_mode_and_another_one_is_noted(cfg: Config, tmp_path: Path):
@@ -107,6 +89,7 @@ def test_given_conversations_go_on_where_they_were_and_other_ones_are_an_error(
     cfg.sft.files = [conversations(tmp_path / "a.jsonl", "one", "two", "three", "four", "five")]
     job, store = prepare(cfg), CheckpointStore(tmp_path / "run", keep_last=1)
     whole, at = position_at(job, None), position_at(job, None)
+    assert whole.progress.steps == {"sft": 0, "opd": 0}, "every stage is counted from the start"
     assert "5 conversations (5 rows read" in at.given
     order = [sample.sample_id for _ in range(5) for sample in whole.conversations.next_batch()]
     assert [

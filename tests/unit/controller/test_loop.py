@@ -17,7 +17,6 @@ from tests.fakes import (
     FakeTrainers,
     fake_loop,
     result,
-    sample,
 )
 from verl_opd.config.schema import Config
 from verl_opd.controller.loop import due
@@ -42,7 +41,7 @@ def test_a_fake_has_the_methods_of_what_it_stands_for(fake: type):
 
 @pytest.mark.parametrize("stage", [Supervised, OnPolicy])
 def test_a_fake_stage_has_the_methods_of_a_stage(stage: type):
-    for name in ("collect", "updates"):
+    for name in ("collect", "updates", "finish"):
         ours, theirs = (inspect.signature(getattr(kind, name)) for kind in (FakeStage, stage))
         assert ours == theirs
 
@@ -97,9 +96,11 @@ def test_a_whole_run():
         *["sleep", "sync"],
         *measured("before"),
         *step("sft", 0, 1),
+        "finish sft",
         *measured("after_sft", "save, tau 1.5"),
         *step("opd", 0, 2),
         *step("opd", 1, 3),
+        "finish opd",
         *measured("after_opd", "save, tau 1.5"),
         "save, tau None, required",
     ]
@@ -118,11 +119,13 @@ def test_a_run_of_supervised_steps_alone_needs_no_other_stage():
     assert loop.progress.global_step == 2
 
 
-def test_what_a_stage_gathered_is_forgotten_when_it_ends():
+def test_a_stage_that_a_checkpoint_completed_is_finished_too():
+    """Its last step may have been saved before what it gathered was dropped."""
     actions: list[str] = []
-    loop = fake_loop(actions, FakeStage(actions, "sft", 1), progress=Progress(pool=[sample()]))
-    loop.run()
-    assert loop.progress.pool == []
+    progress = Progress(steps=Counter({"sft": 1}))
+    fake_loop(actions, FakeStage(actions, "sft", 1), progress=progress).run()
+    assert "finish sft" in actions
+    assert "collect sft 0" not in actions
 
 
 @pytest.mark.parametrize(

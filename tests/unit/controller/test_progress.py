@@ -26,6 +26,13 @@ def test_a_checkpoint_carries_counters_results_and_text():
     assert Progress.from_state(state) == progress()
 
 
+def test_steps_of_any_stage_are_kept():
+    kept = Progress(steps=Counter({"sft": 0, "tune": 4}))
+    state = json.loads(json.dumps(kept.state()))
+    assert (state["sft_step"], state["tune_step"]) == (0, 4)
+    assert dict(Progress.from_state(state).steps) == {"sft": 0, "tune": 4}
+
+
 @pytest.mark.parametrize("stages", [{"sft": 3, "opd": 2}, {"sft": 0, "opd": 5}])
 def test_global_steps_count_all_stages(stages: dict[str, int]):
     assert Progress(steps=Counter(stages)).global_step == 5

@@ -89,7 +89,7 @@ def test_one_bad_sample_is_dropped_and_counted_and_many_end_the_run(
         made.next_batch()
 
 
-def test_drafting_is_switched_only_between_kinds_of_rollouts_and_on_for_benchmarks():
+def test_drafting_is_switched_before_every_rollout_and_on_for_benchmarks():
     one = [with_logprob("a", -1.0)]
     fleet = MadeUpFleet(*[one] * 5)
     made = rollouts(fleet)
@@ -98,7 +98,7 @@ def test_drafting_is_switched_only_between_kinds_of_rollouts_and_on_for_benchmar
     made.measure()
     made.next_batch(score=True)
     plain, greedy = (0.7, 3, False), (0.0, 3, False)
-    assert fleet.calls == [False, plain, plain, True, greedy, (0.7, 3, True)]
+    assert fleet.calls == [False, plain, False, plain, True, greedy, True, (0.7, 3, True)]
     assert set(made.clock.total) == {"gen", "testing"}
 
 

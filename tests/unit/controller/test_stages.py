@@ -12,7 +12,7 @@ from tests.rollouts import worked_sample
 from verl_opd.config.schema import Config
 from verl_opd.controller.position import Position
 from verl_opd.controller.progress import Progress
-from verl_opd.controller.stages import Blocks, OnPolicy, Supervised
+from verl_opd.controller.stages import Blocks, Collected, OnPolicy, Supervised
 from verl_opd.data.loader import Loader
 from verl_opd.data.prompts import Prompt
 from verl_opd.errors import ReplayError
@@ -107,6 +107,25 @@ def test_given_conversations_need_no_rollout(cfg: Config):
     names = [[s.sample_id for s in update.samples] for update in stage.updates(0, collected)]
     assert names == [["0-0", "0-1", "0-2"], ["0-3", "0-4", "0-5"]]
     assert actions == collected.metrics == stage.position.progress.pool == []
+
+
+def test_each_supervised_update_learns_from_its_own_batch(cfg: Config):
+    """Batches may differ in size."""
+    batches = [[named("a")], [named("b"), named("c")]]
+    updates = supervised(cfg, [], position()).updates(0, Collected(batches, [], 1))
+    assert [update.samples for update in updates] == batches
+
+
+def test_the_pool_of_text_is_emptied_by_the_stage_that_draws_from_it(cfg: Config):
+    stage = supervised(cfg, [], position())
+    stage.collect(0, nothing)
+    assert stage.position.progress.pool
+    other = on_policy(cfg, [], 1)
+    other.position = stage.position
+    other.finish()
+    assert stage.position.progress.pool
+    stage.finish()
+    assert stage.position.progress.pool == []
 
 
 @pytest.mark.parametrize(

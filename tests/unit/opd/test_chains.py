@@ -4,6 +4,7 @@ loss.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given
 from tests.options import planned
 from tests.rollouts import UNHURRIED, Rollout, rollouts, worked_sample
 from verl_opd.opd.chains import Chains, build_chains, chain_offsets, count_chains, end_to_end
-from verl_opd.opd.plan import TrainItem
+from verl_opd.opd.plan import BlockPlan, TrainItem
 
 
 def worked_item() -> TrainItem:
@@ -71,6 +72,35 @@ def test_every_row_has_read_what_the_draft_had(rollout: Rollout) -> None:
         known = ids[: len(sample.prompt_ids) + anchor + 1]
         assert rows[row] == known + drafted[anchor][: offset - 1]
     assert chains.count == count_chains(plan)
+
+
+class Counted(tuple[int, ...]):
+    """A tuple that counts how often it is read through."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[int]:
+        type(self).passes += 1
+        return super().__iter__()
+
+
+def test_rejected_tokens_are_read_once_and_not_once_a_block() -> None:
+    blocks, response = 50, tuple(range(100))
+    plan = BlockPlan(
+        block_size=4,
+        anchors=tuple(range(blocks)),
+        rejected_block=tuple(i for i in range(blocks) for _ in range(2)),
+        rejected_offset=(2, 3) * blocks,
+        rejected_token=Counted(range(2 * blocks)),
+        rejected_logprob=(-1.0,) * (2 * blocks),
+    )
+    Counted.passes = 0
+    item = TrainItem(sample_id="x", prompt_ids=(1, 2), response_ids=response, plan=plan)
+    chains = build_chains([item], 102)
+    # each branch ends with the first of its two rejected tokens
+    ends = [row[n - 1] for row, n in zip(chains.branch_ids, chains.branch_lengths, strict=True)]
+    assert ends == list(range(0, 2 * blocks, 2))
+    assert Counted.passes == 1
 
 
 def test_a_gap_in_a_rejected_suffix_is_an_error() -> None:

@@ -43,6 +43,14 @@ def test_rules(rule: Rule, allowed: list[Any], broken: list[Any], message: str) 
     assert [rule.broken_by(value) for value in broken] == [message] * len(broken)
 
 
+def test_a_breach_names_the_entry_of_a_list_under_choices_and_other_lists_as_a_whole() -> None:
+    rule = Rule(choices=("a", "b"))
+    assert rule.breach(["a", "c", "d"]) == ("c", "is not one of a, b")
+    assert rule.breach("c") == ("c", "is not one of a, b")
+    assert rule.breach(["b", "a"]) is None
+    assert Rule(check=lambda x: f"has {len(x)}").breach([1, 2]) == ([1, 2], "has 2")
+
+
 def test_a_rule_stands_beside_its_field() -> None:
     @dataclass
     class Options:

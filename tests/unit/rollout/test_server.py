@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 from tests.unit.engines.test_settings import settings
 from tests.unit.engines.test_vllm import silent
+from verl_opd.engines.settings import Host
+from verl_opd.errors import RolloutError
 from verl_opd.rollout.server import RolloutServer
 
 
@@ -31,6 +35,43 @@ def test_every_request_for_a_trace_while_a_core_dies_gets_an_answer():
         assert [str(answer) for answer in answers] == ["opd_pop_traces: the engine core died"] * 2
 
     asyncio.run(scenario())
+
+
+def bound(port: int) -> bool:
+    """Whether a socket holds this port of loopback."""
+    with socket.socket() as other:
+        try:
+            other.bind(("127.0.0.1", port))
+        except OSError:
+            return True
+    return False
+
+
+@pytest.mark.parametrize(
+    "failing", ["VllmEngine.start", "HttpServer.serve", "RolloutServer._probe"]
+)
+def test_a_start_that_fails_frees_the_port(failing: str, monkeypatch: pytest.MonkeyPatch):
+    """Else the server that replaces this one could not bind a port that the user chose."""
+    with socket.create_server(("127.0.0.1", 0)) as chosen:
+        port = chosen.getsockname()[1]
+
+    def step(name: str) -> Any:
+        def work() -> None:
+            assert bound(port)
+            if name == failing:
+                raise RolloutError(f"{name} failed")
+
+        async def later(*_: Any) -> None:
+            work()
+
+        return later if name != "VllmEngine.start" else lambda _: work()
+
+    for name in ("VllmEngine.start", "HttpServer.serve", "RolloutServer._probe"):
+        monkeypatch.setattr(f"verl_opd.rollout.server.{name}", step(name))
+    server = RolloutServer(settings(Host(http_port=port)))
+    with pytest.raises(RolloutError, match=f"{failing} failed"):
+        asyncio.run(server.start())
+    assert not bound(port)
 
 
 def test_a_rollout_server_without_a_draft_is_an_error():

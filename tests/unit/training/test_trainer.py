@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
-from tests.drafts import MASK, draft_config, make_layout
+from tests.drafts import MASK, draft_config, make_layout, target_config
 from tests.options import varied
 from tests.training import (
     BLOCK,
@@ -29,12 +29,18 @@ from tests.training import (
     make_trainer,
     totals_of,
 )
+from verl_opd.config.schema import DraftConfig
 from verl_opd.drafts import get_family
+from verl_opd.drafts.files import write_draft
+from verl_opd.errors import ConfigError
 from verl_opd.opd.layout import split_micro_batches
 from verl_opd.opd.losses import LossSettings, StreamTotals
 from verl_opd.opd.metrics import StepMetrics, reduce_metrics
 from verl_opd.opd.plan import TrainItem
+from verl_opd.targets.head import TargetHead
+from verl_opd.targets.hf import HFSource
 from verl_opd.training.objective import Objective
+from verl_opd.training.trainer import DraftTrainer
 
 FAMILY = get_family("dflash")
 # sample indices per rank, micro-batch budget
@@ -329,6 +335,39 @@ def test_the_target_is_frozen(models: Path, one_rank: None) -> None:
     assert torch.equal(head, trainer.head.weight)
     assert trainer.head.weight.grad is None
     assert not trainer.head.weight.requires_grad
+
+
+class Padded(HFSource):
+    """A target whose embedding has three rows more than its LM head."""
+
+    def __init__(self, path: str, **options: Any) -> None:
+        super().__init__(path, **options)
+        table, weight = self.head.embedding, self.head.weight
+        self.head = TargetHead(torch.cat([table, table.new_ones(3, table.shape[1])]), weight)
+
+
+def test_a_drafts_copy_of_the_embedding_is_compared_without_padding_rows(
+    models: Path, one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file repeats the rows that the LM head has, one per token of the vocabulary."""
+    family = get_family("eagle3")
+    config = family.derive_config(
+        target_config(LlamaConfig), DraftConfig(target_layer_ids=[1, 3, 5]), BLOCK - 1
+    )
+    cfg = make_config(models)
+    table = HFSource(cfg.target.path, dtype="float32", layer_ids=[]).head.embedding
+    changed = table.clone()
+    changed[-1] += 1.0
+    weights = family.build(config, seed=1, init_std=0.02).state_dict()
+    monkeypatch.setattr("verl_opd.training.trainer.HFSource", Padded)
+    cfg.draft.family = "eagle3"
+    for name, copy in (("same", table), ("other", changed)):
+        write_draft({**weights, "embed_tokens.weight": copy}, config, tmp_path / name)
+    cfg.draft.path = str(tmp_path / "same")
+    DraftTrainer(cfg, config, 0, 1, "cpu")
+    cfg.draft.path = str(tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"embed_tokens\.weight differs from the target's"):
+        DraftTrainer(cfg, config, 0, 1, "cpu")
 
 
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
