@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
 
 from tests.tiny import save_tiny_llama, save_tiny_qwen3
+
+
+@pytest.fixture(scope="session", autouse=True)
+def level_of_messages() -> None:
+    """What the package logs from WARNING up reaches `caplog`, although engines that a test starts
+    raise the level of the root logger.
+    """
+    logging.getLogger("verl_opd").setLevel(logging.WARNING)
 
 
 @pytest.fixture(scope="session")
